@@ -8,11 +8,9 @@ The advantage is exactly 0 where all rewards of a group are equal (max == min: i
 them, and dividing that residue by a tiny deviation would make advantages out of nothing). An unscorable reward (NaN) is
 excluded from the statistics and gets 0.
 
-Advantage estimators that give each turn of an episode its own credit: float[B, T], equal within a turn.
-
-They read ``context.turn_rewards``: the reward of each turn at its last token, NaN everywhere else. A turn's reward is
-what the environment gave for it; the last one's has all that no turn gave, so that they add up to the completion's
-reward.
+Estimators that give each turn of an episode its own credit, float[B, T], equal within a turn, read
+``context.turn_rewards``: the reward of each turn at its last token, NaN everywhere else. A turn's reward is what the
+environment gave for it; the last one's has all that no turn gave, so that they add up to the completion's reward.
 """
 
 import dataclasses
@@ -61,9 +59,8 @@ class GroupedRewards(NamedTuple):
         return reduction(jnp.where(self.same, x.reshape(-1)[None, :], fill), axis=1).reshape(x.shape)
 
     def centred(self) -> tuple[jax.Array, jax.Array]:
-        """Return ``R_i - mean_group`` (exactly 0 if invalid or all are equal) and the number of scored rewards by
-        group.
-        """
+        """Return ``R_i - mean_group`` (exactly 0 if invalid or all are equal) and each group's number of scored
+        rewards."""
         count = self.by_group(jnp.sum, self.valid.astype(self.rewards.dtype))
         mean = self.by_group(jnp.sum, self.rewards) / jnp.maximum(count, 1)
         high = self.by_group(jnp.max, jnp.where(self.valid, self.rewards, -jnp.inf), -jnp.inf)
@@ -72,10 +69,8 @@ class GroupedRewards(NamedTuple):
 
 
 def group_rewards(rewards: FloatPG, context: AdvantageContext | None, grouped: bool = True) -> GroupedRewards:
-    """Group the rewards of the global batch: by the rows of [P, G], or by ``context.group_ids`` where given.
-
-    An estimator that does not compare completions of one prompt passes ``grouped=False`` and may pass [B] as well.
-    """
+    """Group the rewards of the global batch: by the rows of [P, G], or by ``context.group_ids`` where given. An
+    estimator that does not compare completions of one prompt passes ``grouped=False`` and may pass [B] as well."""
     rewards = as_array(rewards, "rewards", "any")
     ids = None if context is None else context.group_ids
     if ids is None:
@@ -115,10 +110,8 @@ def clean_step_rewards(context: AdvantageContext | None, owner: str, mask: jax.A
 
 
 def whiten(x: jax.Array, counts: jax.Array, ddof: int = 1, eps: float = 1e-8) -> jax.Array:
-    """Return ``(x - mean) / sqrt(var + eps)`` over the entries that count, 0 elsewhere; exactly 0 if all are equal.
-
-    x: any shape; counts: bool of that shape. ``n / (n - 1)`` of a single entry is never formed.
-    """
+    """Return ``(x - mean) / sqrt(var + eps)`` of ``x``, any shape, over the entries that count (``counts``, bool of
+    that shape), 0 elsewhere; exactly 0 if all are equal. ``n / (n - 1)`` of a single entry is never formed."""
     count = jnp.sum(counts, dtype=x.dtype)
     mean = jnp.sum(jnp.where(counts, x, 0)) / jnp.maximum(count, 1)
     centre = jnp.where(counts, x - mean, 0)
@@ -143,9 +136,7 @@ def gae(
     rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float, after: jax.Array
 ) -> jax.Array:
     """Compute generalised advantages float[B, T] of token rewards and values [B, T] (see ``advantages.GAE``).
-
-    ``after``: values [B] of the states after the last tokens. The result is 0 where the mask is False.
-    """
+    ``after``: values [B] of the states after the last tokens. The result is 0 where the mask is False."""
 
     def back(later: tuple[jax.Array, jax.Array], now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         value_after, advantage_after = later
@@ -174,10 +165,9 @@ def value_loss(
     clip: float | None = None,
     token_count: ArrayLike | None = None,
 ) -> jax.Array:
-    """Compute ``0.5 mean_t max((V - Ret)^2, (V_old + clip(V - V_old, -clip, clip) - Ret)^2)``.
-
-    The half and the clip are conventions of code; the paper's loss is ``(V - Ret)^2`` (arXiv 1707.06347, eq. 9). PPO's
-    whole loss is ``policy_loss + c_v value_loss``, with the entropy bonus inside ``policy_loss``.
+    """Compute ``0.5 mean_t max((V - Ret)^2, (V_old + clip(V - V_old, -clip, clip) - Ret)^2)``. The half and the clip
+    are conventions of code; the paper's loss is ``(V - Ret)^2`` (arXiv 1707.06347, eq. 9). PPO's whole loss is
+    ``policy_loss + c_v value_loss``, with the entropy bonus inside ``policy_loss``.
 
     Args:
       values: float[B, T], with gradient.
@@ -234,10 +224,8 @@ class Estimator:
 
 @dataclasses.dataclass(frozen=True)
 class GroupMean(Estimator):
-    """``A_i = R_i - mean(R)``: Dr. GRPO (arXiv 2503.20783), also Kimi k1.5, DeepSeek-V3.2 and MiniRL.
-
-    The mean includes the completion itself, so the policy gradient is 1 - 1/G of the unbiased one.
-    """
+    """``A_i = R_i - mean(R)``: Dr. GRPO (arXiv 2503.20783), also Kimi k1.5, DeepSeek-V3.2 and MiniRL. The mean includes
+    the completion itself, so the policy gradient is 1 - 1/G of the unbiased one."""
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
@@ -246,11 +234,9 @@ class GroupMean(Estimator):
 
 @dataclasses.dataclass(frozen=True)
 class GroupZScore(Estimator):
-    """``A_i = (R_i - mean(R)) / (std(R) + eps)``: GRPO (arXiv 2402.03300, section 4.1.2).
-
-    The paper specifies neither the deviation nor eps. Ours is the sample deviation (ddof 1) with 1e-6, as in verl; TRL
-    adds 1e-4. ``jnp.std`` defaults to the population's (ddof 0), which scales A by sqrt(G / (G - 1)).
-    """
+    """``A_i = (R_i - mean(R)) / (std(R) + eps)``: GRPO (arXiv 2402.03300, section 4.1.2). The paper specifies neither
+    the deviation nor eps. Ours is the sample deviation (ddof 1) with 1e-6, as in verl; TRL adds 1e-4. ``jnp.std``
+    defaults to the population's (ddof 0), which scales A by sqrt(G / (G - 1))."""
 
     ddof: Annotated[int, AT_LEAST_0] = 1
     eps: Annotated[float, AT_LEAST_0] = 1e-6
@@ -274,11 +260,9 @@ class LeaveOneOut(Estimator):
 
 @dataclasses.dataclass(frozen=True)
 class BatchScaled(Estimator):
-    """``A_i = (R_i - mean_group(R)) / (std_batch + eps)``: Lite-PPO (arXiv 2508.08221).
-
-    ``of="rewards"`` divides by the deviation of the raw rewards over the batch (TRL's ``scale_rewards="batch"``),
-    ``"advantages"`` by that of the centred rewards (ScaleRL, arXiv 2510.13786; ms-swift's REINFORCE++-baseline).
-    """
+    """``A_i = (R_i - mean_group(R)) / (std_batch + eps)``: Lite-PPO (arXiv 2508.08221). ``of="rewards"`` divides by the
+    deviation of the raw rewards over the batch (TRL's ``scale_rewards="batch"``), ``"advantages"`` by that of the
+    centred rewards (ScaleRL, arXiv 2510.13786; ms-swift's REINFORCE++-baseline)."""
 
     of: Literal["rewards", "advantages"] = "rewards"
     ddof: Annotated[int, AT_LEAST_0] = 1
@@ -296,11 +280,9 @@ class BatchScaled(Estimator):
 
 @dataclasses.dataclass(frozen=True)
 class GDPO(Estimator):
-    """Group-normalised rewards, summed with weights, then normalised over the batch (arXiv 2601.05242).
-
-    A sum of raw rewards would drown those of small scale. ``weights``: one for each reward; () gives each 1, and in a
-    run the weight of its reward.
-    """
+    """Group-normalised rewards, summed with weights, then normalised over the batch (arXiv 2601.05242). A sum of raw
+    rewards would drown those of small scale. ``weights``: one for each reward; () gives each 1, and in a run the
+    reward's own."""
 
     weights: tuple[float, ...] = ()
     ddof: Annotated[int, AT_LEAST_0] = 1
@@ -427,9 +409,7 @@ class GAE(Estimator):
 
     def with_returns(self, rewards: FloatPG, context: AdvantageContext | None = None) -> tuple[jax.Array, jax.Array]:
         """Return advantages and the critic's targets, ``A_t + V_t`` of the advantages before whitening; [B, T] each.
-
-        Both are 0 where the mask is False and where the reward is unscorable.
-        """
+        Both are 0 where the mask is False and where the reward is unscorable."""
         groups = group_rewards(rewards, context, False)
         mask, values = context_arrays(context, "GAE", groups.rewards.size, "mask", "values")
         counts = mask & groups.valid.reshape(-1, 1)
@@ -490,9 +470,7 @@ class KLInReward(Estimator):
 
     def penalised(self, rewards: FloatPG, context: AdvantageContext | None, coef: ArrayLike) -> tuple[jax.Array, Any]:
         """Return rewards and context with the penalty added to the outcome, or to ``step_rewards`` at each token.
-
-        ``coef`` may be traced, for controllers.
-        """
+        ``coef`` may be traced, for controllers."""
         rewards = as_array(rewards, "rewards", "any")
         arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
         mask, *logps = arrays
@@ -577,11 +555,8 @@ class Turns(NamedTuple):
 
 
 def split_turns(rewards: jax.Array, context: AdvantageContext | None, owner: str) -> Turns:
-    """Return the turns in ``context.turn_rewards``.
-
-    Completions with an unscorable reward (NaN) have none. Those that the loss leaves out have theirs, since their
-    rewards count.
-    """
+    """Return the turns in ``context.turn_rewards``: none of completions with an unscorable reward (NaN); of completions
+    that the loss leaves out theirs, since their rewards count."""
     groups = group_rewards(rewards, context)
     mask, turn_rewards = context_arrays(context, owner, groups.rewards.size, "mask", "turn_rewards")
     ends = ~jnp.isnan(turn_rewards) & groups.valid.reshape(-1, 1)

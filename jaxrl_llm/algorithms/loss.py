@@ -31,10 +31,8 @@ Metrics = dict[str, jax.Array]
 @dataclasses.dataclass(frozen=True)
 class Algorithm:
     """A policy-gradient algorithm: ``reduce(w M surrogate(ratio, advantage)) + kl_coef reduce(kl) - entropy_coef
-    reduce(H)``.
-
-    A piece may be any callable value of the right shape, also one written elsewhere. A contradictory combination is
-    refused when the value is made.
+    reduce(H)``. A piece may be any callable value of the right shape. A contradictory combination is refused when the
+    value is made.
 
     Attributes:
       advantage: rewards [P, G] -> advantages [P, G] or, with a context, [B, T]. Where the KL is in the reward, it is
@@ -169,7 +167,9 @@ def policy_loss(
     kl_coef: ArrayLike | None = None,
     entropy_coef: ArrayLike | None = None,
 ) -> tuple[jax.Array, Metrics]:
-    """Return the scalar loss to minimise, and its metrics.
+    """Return the scalar loss to minimise, and its metrics: a dict of scalars. Both are divided by the same counts:
+    adding them over microbatches gives the step's value. ValueError: an input that the algorithm needs is None or of
+    the wrong shape, or an input is given that nothing reads; the message names it.
 
     Args:
       algorithm: static.
@@ -180,13 +180,6 @@ def policy_loss(
       entropy: float[B, T], nats, with gradient; needed iff the entropy coefficient is not 0.
       kl_coef: overrides the algorithm's; may be traced.
       entropy_coef: likewise.
-
-    Returns:
-      The loss and a dict of scalars, divided by the same counts: adding them over microbatches gives the step's value.
-
-    Raises:
-      ValueError: an input that the algorithm needs is None or of the wrong shape, or an input is given that nothing
-        reads; the message names it.
     """
     overridden = kl_coef is not None
     kl_coef = kl_coef if overridden else algorithm.kl_coef
@@ -230,12 +223,9 @@ def log_ratios(algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch) -> jax.A
 
 def whole_step(algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch, entropy: FloatBT | None = None) -> Metrics:
     """Return the arrays [B, T], by name, that pieces compute over all tokens of an optimiser step; {} for most
-    algorithms.
-
-    ``policy_loss`` computes them over its own batch unless ``batch.extras`` has them: who splits a step into
-    microbatches computes them first, over the whole step, and gives each microbatch its part. Arguments are those of
-    ``policy_loss``; nothing has a gradient.
-    """
+    algorithms. Arguments are those of ``policy_loss``, which computes them over its own batch unless ``batch.extras``
+    has them: who splits a step computes them first, over all of it, and gives each microbatch its part. Nothing has a
+    gradient."""
     at = _prepare_tokens(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef, entropy)
     return _over_step(algorithm.chooses, at)
 

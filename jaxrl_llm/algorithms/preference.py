@@ -1,6 +1,5 @@
-"""Losses on preferences and steps: DPO, IPO, SimPO, ORPO, KTO, Bradley-Terry, process rewards; and the pretraining
-loss.
-"""
+"""Losses on preferences and steps: DPO, IPO, SimPO, ORPO, KTO, Bradley-Terry, process rewards, and the pretraining
+loss."""
 
 import dataclasses
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,10 +25,8 @@ from jaxrl_llm.system.setting import Range
 
 
 def sequence_logp(logp: FloatBT, mask: FloatBT) -> jax.Array:
-    """Return the log-probability [B] of each completion: the sum over its valid tokens.
-
-    logp: float[B, T], nats; mask: [B, T].
-    """
+    """Return each completion's log-probability [B]: the sum of ``logp``, float[B, T], nats, where ``mask`` [B, T] is
+    1."""
     logp = as_array(logp, "logp")
     check_rank(2, logp=logp)
     keep = as_mask(mask, logp.shape, "mask")
@@ -37,16 +34,12 @@ def sequence_logp(logp: FloatBT, mask: FloatBT) -> jax.Array:
 
 
 class PairwiseLoss:
-    """The interface of a loss of pairs and its defaults: a function of the margin ``value(g_w) - value(g_l)``.
-
-    g is an answer's log-probability, less the reference's if there is one.
+    """The interface of a loss of pairs and its defaults: a function of the margin ``value(g_w) - value(g_l)``, where g
+    is an answer's log-probability, less the reference's if there is one.
 
     Each loss also has ``beta``, which scales margins to rewards, ``average``, whether log-probabilities are means over
     an answer's tokens, not sums, and ``nll_coef``, the coefficient of the better answer's negative log-likelihood, nats
-    per token, which is added.
-
-    Attributes:
-      to_reference: whether a reference is subtracted; it is the initial model.
+    per token, which is added. ``to_reference``: whether a reference, the initial model, is subtracted.
     """
 
     to_reference: ClassVar[bool] = True
@@ -110,16 +103,14 @@ class IPO(PairwiseLoss):
 
 @dataclasses.dataclass(frozen=True)
 class SimPO(PairwiseLoss):
-    """``-log sigmoid(beta (a_w - a_l) - gamma)``: simple preference optimisation (arXiv 2405.14734, eq. 6).
-
-    a is the mean of the log-probabilities of an answer's tokens, the reward that sampling itself maximises; there is no
+    """``-log sigmoid(beta (a_w - a_l) - gamma)``: simple preference optimisation (arXiv 2405.14734, eq. 6). a is the
+    mean of the log-probabilities of an answer's tokens, the reward that sampling itself maximises; there is no
     reference.
 
     Attributes:
       beta: scales mean log-probabilities to rewards; above 0.
       gamma: target margin of rewards; beta and gamma are TRL's defaults, with which the paper's grid begins.
-      nll_coef: coefficient of the better answer's negative log-likelihood, nats per token; 0 in the paper (TRL's
-        ``cpo_alpha`` defaults to 1).
+      nll_coef: of the better answer's negative log-likelihood, nats per token; 0 in the paper (TRL's ``cpo_alpha``: 1).
     """
 
     beta: Annotated[float, ABOVE_0] = 2.5
@@ -164,10 +155,9 @@ class ORPO(PairwiseLoss):
 @dataclasses.dataclass(frozen=True)
 class KTO:
     """``w (1 - sigmoid(beta (h - z)))`` for a good answer, ``w (1 - sigmoid(beta (z - h)))`` for a bad one: KTO, from
-    answers that are good or bad each by itself (arXiv 2402.01306, eq. 7 and 8).
-
-    ``h = logp - ref`` of the sequence. z, the reference point, estimates KL(policy || reference): the mean of h over
-    answers to other prompts, at least 0, and without a gradient.
+    answers that are good or bad each by itself (arXiv 2402.01306, eq. 7 and 8). ``h = logp - ref`` of the sequence. z,
+    the reference point, estimates KL(policy || reference): the mean of h over answers to other prompts, at least 0, and
+    without a gradient.
 
     Attributes:
       beta: how strongly the policy is held to the reference; above 0.
@@ -222,21 +212,17 @@ def solution_score(steps: np.ndarray, by: Literal["product", "minimum", "last"])
 
 
 def step_differences(scores: np.ndarray, start: float = 0.0) -> np.ndarray:
-    """Return rewards ``s_j - s_{j-1}`` of the steps of a solution, from their scores [n].
-
-    They telescope to ``s_last - start``: potential-based shaping, which cannot be farmed by writing more steps, as the
-    sum of the scores can. ``start`` is s_0, the score of a prompt; 0 gives the first step its whole score.
-    """
+    """Return rewards ``s_j - s_{j-1}`` of the steps of a solution, from their scores [n]. They telescope to
+    ``s_last - start``: potential-based shaping, which more steps cannot farm, unlike the sum of the scores. ``start``
+    is s_0, the score of a prompt; 0 gives the first step its whole score."""
     return np.diff(scores, prepend=scores.dtype.type(start))
 
 
 def pretraining_loss(logp: FloatBT, mask: FloatBT, token_count: ArrayLike | None = None) -> jax.Array:
     """Return ``-mean_t(logp)`` of text, PPO-ptx's term (arXiv 2203.02155, eq. 2), for the policy loss to add.
-
-    InstructGPT's coefficient 27.8 belongs to its own reduction and does not carry over to a token mean.
-
-    logp: float[B, T], nats, with gradient; mask: [B, T]; token_count: of the whole step, None for this batch's own.
-    """
+    InstructGPT's coefficient 27.8 belongs to its own reduction and does not carry over to a token mean. ``logp``:
+    float[B, T], nats, with gradient; ``mask``: [B, T]; ``token_count``: of the whole step, None for this batch's
+    own."""
     logp = as_array(logp, "logp")
     check_rank(2, logp=logp)
     keep = as_mask(mask, logp.shape, "mask")

@@ -18,11 +18,9 @@ Level = Literal["token", "sequence", "geometric"]
 
 @dataclasses.dataclass(frozen=True)
 class Token:
-    """``log r_t = logp_t - old_t``: PPO (arXiv 1707.06347) and GRPO, one ratio for each token.
-
-    ``anchor="sampler"`` divides by the sampler's probability instead: DeepSeek-V3.2 (arXiv 2512.02556, eq. 5), which
-    corrects for both kinds of drift at once.
-    """
+    """``log r_t = logp_t - old_t``: PPO (arXiv 1707.06347) and GRPO, one ratio for each token. ``anchor="sampler"``
+    divides by the sampler's probability instead, for both kinds of drift at once: DeepSeek-V3.2 (arXiv 2512.02556, eq.
+    5)."""
 
     anchor: Literal["old", "sampler"] = "old"
     level = "token"
@@ -48,10 +46,8 @@ class Sequence:
 
 @dataclasses.dataclass(frozen=True)
 class SequenceToken:
-    """``sg[s] * pi / sg[pi]``: GSPO's ratio in value, the token's own in gradient (arXiv 2507.18071, eq. 14).
-
-    With one advantage for the whole sequence its gradient is GSPO's; it permits an advantage for each token.
-    """
+    """``sg[s] * pi / sg[pi]``: GSPO's ratio in value, the token's own in gradient (arXiv 2507.18071, eq. 14). With one
+    advantage for the whole sequence its gradient is GSPO's; it permits an advantage for each token."""
 
     anchor = "old"
     level = "sequence"
@@ -64,12 +60,10 @@ class SequenceToken:
 
 def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
     """Return ``w = old / mu`` of each token [B, T], or its product or geometric mean over each sequence [B, 1].
-
     Logarithms are summed and exponentiated once, at the end. A product grows with length: 0.012 nats per token give a
     factor of 3.3 after 100 tokens. "sequence" is the product in TRL, verl and slime, the geometric mean in ms-swift.
-    Only the product, without a cap, gives in expectation the loss on samples of the old policy; by token, prefixes
-    stay the sampler's, with less variance.
-    """
+    Only the product, without a cap, gives in expectation the loss on samples of the old policy; by token, prefixes stay
+    the sampler's, with less variance."""
     log_w = clamp_log_ratio(at.old_logp, mu_logp(at, owner))
     if level == "token":
         return jnp.exp(log_w)
@@ -79,11 +73,8 @@ def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class TruncatedIS:
-    """``min(w, cap)``: truncated importance sampling of the gap between training and inference.
-
-    Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training"; cap 2 as in TRL, verl and
-    slime.
-    """
+    """``min(w, cap)``: truncated importance sampling of the gap between training and inference. Yao et al. 2025, "Your
+    efficient RL framework secretly brings you off-policy RL training"; cap 2 as in TRL, verl and slime."""
 
     cap: Annotated[float, ABOVE_0] = 2.0
     level: Level = "token"
@@ -97,11 +88,9 @@ class TruncatedIS:
 
 @dataclasses.dataclass(frozen=True)
 class MaskedIS:
-    """``w`` where ``low <= w <= high``, else 0: masked importance sampling; with (0.5, 5) by token it is IcePop.
-
-    Masked tokens stay in the counts that the loss is divided by, as in TRL and OpenRLHF; verl's rejection rewrites
-    the mask, so that its counts shrink.
-    """
+    """``w`` where ``low <= w <= high``, else 0: masked importance sampling; with (0.5, 5) by token it is IcePop. Masked
+    tokens stay in the loss's counts, as in TRL and OpenRLHF; verl's rejection rewrites the mask, so that its counts
+    shrink."""
 
     low: float = 0.5
     high: float = 2.0
@@ -120,10 +109,7 @@ class MaskedIS:
 @dataclasses.dataclass(frozen=True)
 class SequenceMask:
     """``w`` by token if the geometric mean of w over its sequence is in [low, high], else 0 (ProRL v2.1's
-    seq-mask-tis).
-
-    Masked sequences stay in the counts.
-    """
+    seq-mask-tis). Masked sequences stay in the counts."""
 
     low: float = 0.999
     high: float = 1.002
@@ -140,11 +126,8 @@ class SequenceMask:
 @dataclasses.dataclass(frozen=True)
 class OffPolicySequenceMask:
     """A filter: 0 for sequences with ``A_i < 0`` and ``mean_t (mu - logp) > delta``, else 1 (DeepSeek-V3.2, arXiv
-    2512.02556, eq. 9).
-
-    It multiplies the policy term only; the KL and the counts stay. The paper publishes no delta; 0.5 nats is TRL's
-    advice. Where advantages differ by token, A_i is their mean.
-    """
+    2512.02556, eq. 9). It multiplies the policy term only; the KL and the counts stay. The paper publishes no delta;
+    0.5 nats is TRL's advice. Where advantages differ by token, A_i is their mean."""
 
     delta: Annotated[float, AT_LEAST_0] = 0.5
 

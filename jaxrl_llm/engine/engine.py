@@ -1,8 +1,6 @@
-"""Engine: samples in slots that are refilled between compiled chunks of decode steps.
-
-A completion is a function of (weights, prompt, seed, sampling) only: its columns in the cache are its own positions,
-its random numbers are folded from (seed, position), and chunks begin where it begins, whoever shares the batch.
-"""
+"""Engine: samples in slots that are refilled between compiled chunks of decode steps. A completion is a function of
+(weights, prompt, seed, sampling) only: its columns in the cache are its own positions, its random numbers are folded
+from (seed, position), and chunks begin where it begins, whoever shares the batch."""
 
 import collections
 import dataclasses
@@ -32,10 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Sampler of completions and owner of its state on the device; it does not keep weights.
-
-    A chunk is sent before the one before it is read, unless requests wait: then finished slots are refilled first.
-    Once no request waits, the batch shrinks with the number of requests that still run.
+    """Sampler of completions and owner of its state on the device; it does not keep weights. A chunk is sent before the
+    one before it is read, unless requests wait: then finished slots are refilled first. Once no request waits, the
+    batch shrinks with the number of requests that still run.
 
     Args:
       model: gives shapes, dtypes and config; ``jax.eval_shape`` of a model suffices.
@@ -44,13 +41,11 @@ class Engine:
       chunk: decode steps in one compiled call; finished slots are refilled between calls.
       mesh: where the weights are; slots are divided over data and fsdp, heads over tensor. None for one device.
       strict: always compute all slots and the whole cache, so that no bit of a completion depends on how many and how
-        long its neighbours are. If not, a chunk has as many slots and columns as it needs, in buckets; rounding may
-        then differ.
+        long its neighbours are. If not, chunks have the slots and columns they need, in buckets; rounding may differ.
       group: maximum number of requests that share one stored prompt; a strict engine stores it for each.
       form: kernels of decoding, or None for the plain form; "auto" chooses by platform and model (``form_for``).
 
     Attributes:
-      form: the kernels of decoding; None for the plain form.
       shapes: descriptions of all that was compiled for this engine; each is logged once, when first needed.
       prompts_prefilled: number of distinct sequences computed since ``start``.
       decode_steps: since ``start``.
@@ -101,22 +96,18 @@ class Engine:
         keep: bool = False,
         keep_prompt: bool = False,
     ) -> list[int]:
-        """Queue requests; return a handle for each.
+        """Queue requests; return a handle for each. InputError: a request does not fit.
 
         Args:
           prompts: token ids, or ``Prompt``s.
           seeds: one int each.
-          limits: maximum number of tokens of each completion, those of ``partials`` included; None for
-            ``max_new_tokens``.
+          limits: most tokens of each completion, those of ``partials`` included; None for ``max_new_tokens``.
           partials: completions to resume, whatever ended them; None for a new one. Their tokens stay as they are, and
             the random draws are those of a completion that was never interrupted.
-          keep: keep the keys and values of these requests when they end, so that requests that resume them (or any
-            of their first tokens) resume from there; until the weights change, or ``start``.
+          keep: keep the keys and values of these requests when they end, for requests that resume them (or any of their
+            first tokens), until the weights change, or ``start``.
           keep_prompt: keep the keys and values of these prompts, and compute partial completions from there: for
             episodes of several turns. Their bits then do not depend on what was kept.
-
-        Raises:
-          InputError: a request does not fit.
         """
         sampling = self._sampling
         limits = [sampling.max_new_tokens] * len(prompts) if limits is None else limits
@@ -154,10 +145,8 @@ class Engine:
         return [(request.handle, request.completion("aborted")) for request in self._scheduler.running.values()]
 
     def step(self, model: Decoder, version: int = 0) -> int:
-        """Send one chunk with these weights to the device; return the number of tokens read meanwhile.
-
-        The chunk's tokens are read by the next call, or before it if free slots have to be found.
-        """
+        """Send one chunk with these weights to the device; return the number of tokens read meanwhile. The chunk's
+        tokens are read by the next call, or before it if free slots have to be found."""
         with use_mesh(self._spec.mesh):
             self._check_weights(model)
             count = self._read() if self._queue else 0
@@ -188,11 +177,8 @@ class Engine:
     def generate(
         self, model: Decoder, prompts: Sequence[Any], seeds: Sequence[int], sampling: Sampling, version: int = 0
     ) -> list[Completion]:
-        """Sample one completion for each prompt (token ids) and seed, in order.
-
-        Raises:
-          InputError: a prompt does not fit, or the model has another structure.
-        """
+        """Sample one completion for each prompt (token ids) and seed, in order. InputError: a prompt does not fit, or
+        the model has another structure."""
         self.start(sampling)
         handles = self.submit(prompts, seeds)
         while self.busy:
@@ -201,11 +187,7 @@ class Engine:
         return [completions[handle] for handle in handles]
 
     def _check_weights(self, model: Decoder) -> None:
-        """Drop everything computed with other weights than these.
-
-        Raises:
-          InputError: the model has another structure, shape or dtype.
-        """
+        """Drop everything computed with other weights than these. InputError: another structure, shape or dtype."""
         if structure_of(model) != self._structure:
             raise InputError(
                 "the engine was built for a model of another structure, shape or dtype: build a new Engine"
@@ -221,10 +203,8 @@ class Engine:
                 request.keep = False  # its keys and values so far come from other weights
 
     def _read(self, after: tuple[Any, dict[int, Request], int] | None = None) -> int:
-        """Read the chunk that was sent last, if one is unread; ``after`` takes its place.
-
-        Its tokens are added to their requests, and finished requests end. Returns the number of tokens sampled.
-        """
+        """Read the chunk that was sent last, if one is unread; ``after`` takes its place. Its tokens are added to their
+        requests, and finished requests end. Returns the number of tokens sampled."""
         flight = self._flight
         self._flight = after
         if flight is None:
@@ -262,10 +242,8 @@ def structure_of(model: Decoder) -> tuple:
 
 
 class Backend(Protocol):
-    """Protocol of a sampler of completions, tokens in and tokens out. ``Engine`` is one.
-
-    A completion's random numbers follow from its seed and its positions alone, so that one that is interrupted resumes
-    unchanged.
+    """Protocol of a sampler of completions, tokens in and tokens out. ``Engine`` is one. A completion's random numbers
+    follow from its seed and its positions alone, so that one that is interrupted resumes unchanged.
 
     Attributes:
       max_length: prompt and completion together, in tokens.
@@ -338,13 +316,8 @@ def backend_for(
 
 
 def for_sampling(model: Decoder, platform: str, router_bits: int = 0) -> Decoder:
-    """Return the model in the form that is fastest in an engine on a platform ("cpu", "gpu" or "tpu").
-
-    ``router_bits``: by which it chooses experts (``Experts.bits``).
-
-    Raises:
-      InputError: they are above 0, and the model is dense.
-    """
+    """Return the model in the form that is fastest in an engine on a platform ("cpu", "gpu" or "tpu"). ``router_bits``:
+    by which it chooses experts (``Experts.bits``); InputError: they are above 0, and the model is dense."""
     if router_bits:
         if model.config.experts is None:
             raise InputError(f"rollout.engine.router_bits {router_bits} needs a model with experts: set it to 0")
@@ -356,17 +329,13 @@ def for_sampling(model: Decoder, platform: str, router_bits: int = 0) -> Decoder
 def weights_for_sampling(
     shapes: Decoder, dtype: Any, learner: Mesh, sampler: Mesh, keep: bool, router_bits: int = 0
 ) -> Callable[[Decoder], Decoder]:
-    """Return a function from the policy to weights to sample from.
-
-    One compiled call casts them, adds an attached adapter as the learner's layers do, gives them the form that the
-    platform wants (``for_sampling``), and lays them out; if the sampler has devices of its own, they are then moved
-    there.
+    """Return a function from the policy to weights to sample from, in one compiled call: in ``dtype``, with an attached
+    adapter added as the learner's layers do, in the platform's form (``for_sampling``), laid out on the mesh
+    ``sampler``, and moved there if it has devices of its own.
 
     Args:
       shapes: of the policy, without an adapter.
-      dtype: to sample in.
       learner: the mesh that the policy is on.
-      sampler: the mesh to sample on.
       keep: whether the weights must outlive the policy, since an update takes its buffers.
       router_bits: see ``for_sampling``.
     """

@@ -75,14 +75,8 @@ def call_rows(tokens: int, parts: int) -> int:
 
 class PrefillShape(NamedTuple):
     """Shape of the calls that compute a sequence; it follows from the sequence alone, never from its neighbours in a
-    call.
-
-    Attributes:
-      continues: whether its first tokens are computed already.
-      piece: tokens of one call.
-      calls: number of calls.
-      columns: of the cache that holds all of it.
-    """
+    call: ``calls`` of ``piece`` tokens each, in a cache with the ``columns`` of all of it; ``continues`` if its first
+    tokens are computed already."""
 
     continues: bool
     piece: int
@@ -95,13 +89,11 @@ class PrefillShape(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """Reference to the keys and values of a sequence: those of all its tokens but the last are valid.
+    """Reference to the keys and values of a sequence, a ``row`` of ``cache``: those of all its tokens but the last are
+    valid.
 
     Attributes:
-      cache: of several sequences.
-      row: the sequence's.
-      origin: identifies the computation; equal origins and tokens give equal bits.
-      exact: number of first columns for which this holds.
+      origin: identifies the computation; equal origins and tokens give equal bits, in the ``exact`` first columns.
       routes: the experts of each token, [columns, L, k] or more; None for a dense model.
     """
 
@@ -113,11 +105,8 @@ class Prefix(NamedTuple):
 
 
 class PrefixCache:
-    """Cache of computed sequences: those of waiting requests, and those kept of earlier ones to resume from.
-
-    Args:
-      max_length: maximum number of tokens of a sequence.
-      mesh: that divides the sequences of a call; None for one device.
+    """Cache of computed sequences of up to ``max_length`` tokens: those of waiting requests, and those kept of earlier
+    ones to resume from. ``mesh`` divides the sequences of a call; None for one device.
 
     Attributes:
       rows: maximum number of sequences of a call.
@@ -179,10 +168,8 @@ class PrefixCache:
 
     def prepare(self, model: Decoder, requests: Sequence[Request], upcoming: Iterable[Request] = ()) -> None:
         """Compute the sequences of these requests that are missing; a partial completion resumes from the kept sequence
-        that shares most first tokens.
-
-        Rows that a call would leave empty take new sequences of equal shape that are needed next.
-        """
+        that shares most first tokens. Rows that a call would leave empty take new sequences of equal shape that are
+        needed next."""
         turns = [request for request in requests if request.keep_prompt and request.partial is not None]
         missing = {turn.prompt.key: turn for turn in turns if turn.prompt.key not in self._prompts}
         if missing:
@@ -217,8 +204,7 @@ class PrefixCache:
 
     def _longest(self, request: Request) -> tuple[int, Prefix | None]:
         """Return the largest number of a request's first tokens that a kept sequence holds, and that sequence; of a
-        turn of an episode always those of the prompt.
-        """
+        turn of an episode always those of the prompt."""
         if request.keep_prompt:
             return len(request.prompt), self._prompts[request.prompt.key]
         best: tuple[int, Prefix | None] = (0, None)
@@ -270,10 +256,8 @@ def prefill_shape(length: int, start: int = 0) -> PrefillShape:
 
 
 FEW_SLOTS, MIN_COLUMNS, MIN_PROMPT_COLUMNS, MIN_COLUMNS_FEW_SLOTS = 16, 64, 32, 256
-"""Minimum sizes of the batch, cache and prompts of a chunk, since smaller ones save little.
-
-The last number is the minimum of cache and prompts with so few slots.
-"""
+"""Minimum sizes of the batch, cache and prompts of a chunk, since smaller ones save little. The last number is the
+minimum of cache and prompts with so few slots."""
 ALIGN_FROM_COLUMNS, COLUMN_ALIGNMENT = 1024, 128
 """Columns of a cache: from the first number on they are a multiple of the second."""
 LOOK_AHEAD = 32
@@ -282,25 +266,13 @@ MIN_CHUNKS_TO_SHRINK = 4
 """Minimum number of chunks that some request may still take before a batch of just the size needed is compiled."""
 TAIL_DIVISOR = 4
 """Divisor of the slots: if all requests are near their end, a batch has all slots or this part of them, which adds only
-one size, for the last requests of a step.
-"""
+one size, for the last requests of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
-    """Fixed settings of an engine.
-
-    Attributes:
-      config: the model's.
-      dtype: of its weights, of keys and values.
-      slots: completions sampled at one time.
-      max_length: prompt and completion together, in tokens.
-      chunk: decode steps in one compiled call.
-      mesh: where the weights are; None for one device.
-      strict: whether all slots and the whole cache are always computed.
-      group: maximum number of requests that share one stored prompt.
-      form: kernels of decoding, which read no more than live columns; None for the plain form.
-    """
+    """Fixed settings of an engine: those of ``Engine``, the model's ``config``, and the ``dtype`` of its weights, keys
+    and values. With the kernels ``form`` no more than live columns are read; None is the plain form."""
 
     config: Any
     dtype: Any
@@ -315,11 +287,7 @@ class EngineSpec:
 
 class Scheduler:
     """Owner of the slots on the device, of the requests in them, by slot, and of the prefixes that these begin with.
-
-    Args:
-      spec: settings of the engine.
-      sampling: rules for all requests.
-    """
+    ``sampling``: rules for all requests."""
 
     def __init__(self, spec: EngineSpec, sampling: Sampling):
         self._spec = spec
@@ -339,10 +307,7 @@ class Scheduler:
 
     def refill(self, model: Decoder, queue: collections.deque[Request], unread: bool) -> None:
         """Compute the prompts of waiting requests and give these slots and blocks, first come first served, in a batch
-        of the size that all requests need.
-
-        ``unread``: whether the previous chunk has not been read yet.
-        """
+        of the size that all requests need. ``unread``: whether the previous chunk has not been read yet."""
         admitted = pop_next(queue, self.running, self._shape, self._spec.slots)
         near = itertools.islice(queue, LOOK_AHEAD * self.prefixes.rows)
         self.prefixes.prepare(model, admitted, (request for request in near if request.partial is None))
@@ -443,12 +408,11 @@ def plan_slots(
     unread: bool,
 ) -> tuple[SlotShape, dict[int, Request], tuple[np.ndarray, np.ndarray] | None, np.ndarray | None]:
     """Give the requests taken slots and blocks beside those that run, in a batch of the size that all need.
+    ``previous``: shape of the chunk before, None for the first; ``unread``: whether that chunk has not been read yet.
 
     Returns the shape of the next chunk's slots and blocks; its requests by slot, each with its lane; order and source
-    of ``move_slots``, None if the number of slots stays; the old block that each block is made of, as
-    ``assign_blocks`` has it, None if all stay.
-
-    ``previous``: shape of the chunk before, None for the first; ``unread``: whether that chunk has not been read yet.
+    of ``move_slots``, None if the number of slots stays; the old block that each block is made of, as ``assign_blocks``
+    has it, None if all stay.
     """
     shape = chunk_shape(spec, sampling, [*running.values(), *admitted], previous, unread)
     moves = None
@@ -477,8 +441,7 @@ def chunk_shape(
     spec: EngineSpec, sampling: Sampling, requests: list[Request], previous: SlotShape | None, unread: bool
 ) -> SlotShape:
     """Return slots and columns of the next chunk, in few sizes, so that few programs are compiled; and its minimum
-    blocks.
-    """
+    blocks."""
     slots, longest = cache_shape(spec, sampling)
     parts = slot_parts(spec.mesh, slots)
     if spec.strict:
@@ -535,11 +498,9 @@ def rows_and_blocks(spec: EngineSpec, requests: list[Request], previous: SlotSha
 def pop_next(
     queue: collections.deque[Request], running: dict[int, Request], shape: SlotShape | None, slots: int
 ) -> list[Request]:
-    """Take waiting requests for the free ones of ``slots`` slots out of the queue, in order.
-
-    Where a mesh divides the slots, each part first continues with prompts that it has, then begins one that no other
-    has: a prompt's requests stay together, and read one block. It looks at four times the slots.
-    """
+    """Take waiting requests for the free ones of ``slots`` slots out of the queue, in order. Where a mesh divides the
+    slots, each part first continues with prompts that it has, then begins one that no other has: a prompt's requests
+    stay together, and read one block. It looks at four times the slots."""
     free = min(slots - len(running), len(queue))
     if shape is None or shape.parts == 1 or not free:
         return [queue.popleft() for _ in range(free)]

@@ -59,9 +59,7 @@ def constrain_cache(cache: Cache) -> Cache:
 
 def map_local_rows(change: Callable[..., Cache], mesh: Mesh | None, cache: Cache, new: Any, *index: jax.Array) -> Cache:
     """Apply ``change(cache, new, *index)`` to every device's own rows and heads; ``index`` has an entry for each slot.
-
-    ``new``: None, or a cache of as many rows, partitioned alike.
-    """
+    ``new``: None, or a cache of as many rows, partitioned alike."""
     if mesh is None:
         return change(cache, new, *index)
     rows = fit_spec(cache.k.shape, CACHE_PARTITION, mesh)
@@ -99,8 +97,7 @@ class Slots(NamedTuple):
       lengths: valid columns of the cache.
       tokens: the newest token, not in the cache yet.
       seeds: uint32[B, 2].
-      sampled: tokens of the completion so far.
-      limits: maximum number of tokens of the completion.
+      sampled: tokens of the completion so far, at most ``limits``.
       tail: state of the repetition rules.
       active: whether the slot is still sampling.
     """
@@ -124,8 +121,7 @@ class Admission(NamedTuple):
     Attributes:
       needed: [rows prefilled], rows that any block or slot is made of, then negative numbers.
       blocks: [U], the prefilled row that a block is made of; negative leaves it unchanged.
-      source: [B], the prefilled row that a slot's own columns are made of, from its column ``before`` on; negative for
-        none.
+      source: [B], the prefilled row of a slot's own columns from its column ``before`` on; negative for none.
       slots: initial values of the slots that begin, which are active, without cache and blocks; lanes of all slots.
     """
 
@@ -155,10 +151,8 @@ def empty_slots(
     repetition: Repetition | None = None,
     cache_shape: tuple[int, int] | None = None,
 ) -> Slots:
-    """Return inactive slots on the mesh: B and U over data and fsdp, key/value heads over tensor.
-
-    ``cache_shape``: rows and columns of the cache, those of the slots unless more are given.
-    """
+    """Return inactive slots on the mesh: B and U over data and fsdp, key/value heads over tensor. ``cache_shape``: rows
+    and columns of the cache, those of the slots unless more are given."""
     cache = empty_cache(config, *(cache_shape or (shape.rows, shape.columns)), dtype)
     blocks = empty_cache(config, shape.blocks, shape.prompt_columns, dtype)
     slots = jax.tree.map(jnp.asarray, empty_admission(shape, 0, repetition).slots)
@@ -177,12 +171,12 @@ def run_chunk(
     columns: int | None = None,
     form: ByLength | None = None,
 ) -> tuple[Slots, tuple[Draw, jax.Array]]:
-    """Sample up to ``steps`` tokens for every active slot; end early once none is active.
+    """Sample up to ``steps`` tokens for every active slot; end early once none is active. Returns the slots, and for
+    the host, on every device of the mesh, the output and which slots remain active.
 
     The cache needs ``steps`` columns beyond the longest active row; ``columns`` of it are read, which must hold all
     valid ones (None: the whole); at most ``group`` slots read one block. With kernels (``form``) only live columns of
-    active slots are read, however many columns there are. Returns the slots, and for the host, on every device of the
-    mesh, the output and which slots remain active.
+    active slots are read, however many columns there are.
     """
     config = model.config
     rows = slots.tokens.shape[0]
@@ -246,15 +240,9 @@ def fill_slots(slots: Slots, prefilled: Cache, admission: Admission, mesh: Mesh 
 
 @functools.partial(jax.jit, static_argnames="mesh", donate_argnums=0)
 def rearrange_slots(cache: Cache, rows: Slots, order: jax.Array, source: jax.Array, mesh: Mesh | None = None) -> Slots:
-    """Replace slot i with slot ``order[i]``, or with an idle one where that is negative.
-
-    Args:
-      cache: of the slots; its rows move in place, so it is never copied.
-      rows: the slots without their cache and blocks.
-      order: int32[new B].
-      source: int32[new B], the row of its part of the cache that moves to slot i; negative where it stays.
-      mesh: that divides them.
-    """
+    """Replace slot i with slot ``order[i]`` of ``rows`` (without cache and blocks), idle where that int32[new B] is
+    negative. The cache's rows move in place, never copied: row ``source[i]`` of its part to slot i; negative where it
+    stays, int32[new B]. ``mesh`` divides both."""
     old = jnp.maximum(order, 0)
     new_rows = jax.tree.map(lambda x: jnp.take(x, old, axis=0), rows)
     cache = map_local_rows(move_rows, mesh, cache, None, source)
@@ -267,9 +255,7 @@ def rearrange_blocks(
     slots: Slots, order: jax.Array, columns: int, lanes: jax.Array, mesh: Mesh | None = None, parts: int = 1
 ) -> Slots:
     """Return the slots with block i made of the old block ``order[i]``, of ``columns`` columns, and with new lanes.
-
-    Every device moves its own blocks, since otherwise each would gather all of them.
-    """
+    Every device moves its own blocks, since otherwise each would gather all of them."""
 
     take = lambda cache, _, order: with_columns(take_rows(cache, order % cache.v.shape[1]), columns)  # noqa: E731
     blocks = map_local_rows(take, mesh if parts > 1 else None, slots.blocks, None, order)
@@ -293,10 +279,8 @@ def extend_prompts(
     model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array, columns: int, mesh: Mesh | None = None
 ) -> tuple[Cache, jax.Array | None]:
     """Extend the cache [P rows] with keys and values of ``tokens`` int32[P, C] from each row's position ``lengths`` on.
-
     ``cache``: None creates one of so many columns. Each device computes its own rows. Returns the cache, and for the
-    host, on every device, the experts of each token [P, C, L, k]; None for a dense model.
-    """
+    host, on every device, the experts of each token [P, C, L, k]; None for a dense model."""
     tokens = constrain(tokens, BATCH)
     new, experts = extend(model, cache, lengths, tokens)
     if mesh is not None and experts is not None:

@@ -1,10 +1,9 @@
 """The learner's data: samples, and the packed rows of fixed shape made of them.
 
 A row holds the prompts and completions of one or more groups. A prompt occurs once in a row; each completion after it
-attends to the prompt and to itself, so a group of G costs one prompt, not G. Log-probabilities are gathered back to
-[B, T], one row per completion, before the loss reads them.
-
-Further data of a sample are named, and the name alone decides where they go (see ``Packed``).
+attends to the prompt and to itself, so a group of G costs one prompt, not G. Log-probabilities are gathered back to [B,
+T], one row per completion, before the loss reads them. The name of a sample's further data decides where they go (see
+``Packed``).
 """
 
 import dataclasses
@@ -33,11 +32,9 @@ class Sample:
       tokens: int32[t].
       mask: bool[t], tokens that the loss counts.
       scalars: numbers of the whole completion, by name.
-      arrays: [t, ...] each, one entry for each token, by name. One with the name of an objective, bool[t], is the mask
-        of that objective.
-      prompt_arrays: [p, ...] each, one entry for each token of the prompt, by name; a name in both is one array over
-        all that the model reads.
-      place: of the completion in its batch: its group's index, and its own in the group; None if it was not sampled.
+      arrays: [t, ...] each, by name, one entry for each token; one named as an objective, bool[t], is that one's mask.
+      prompt_arrays: [p, ...] each, likewise for the prompt; a name in both is one array over all that the model reads.
+      place: its group's index in the batch, and its own in the group; None if it was not sampled.
       forks: where a new row begins, as of ``Completion.forks``; the loss reads one row all the same.
       together: a key shared by samples that a loss compares; they are never split over microbatches.
       counted_by: names of the objectives that count it; None for all. ``counting`` narrows it.
@@ -66,25 +63,21 @@ class Sample:
 
 
 class Counts(NamedTuple):
-    """The counts of one objective in an optimiser step, over all its microbatches.
-
-    Attributes:
-      tokens: float32[], valid tokens.
-      sequences: float32[], completions with a valid token.
-    """
+    """What one objective counts in an optimiser step, over all its microbatches: valid ``tokens``, float32[], and
+    ``sequences``, float32[], the completions with a valid token."""
 
     tokens: Any
     sequences: Any
 
 
 class Predictions(NamedTuple):
-    """The positions of a microbatch's rows that predict completion tokens; see ``Packed`` for the letters.
+    """The positions of a microbatch's rows that predict completion tokens, int32[M, P, N] each (letters: see
+    ``Packed``).
 
     Attributes:
-      source: int32[M, P, N], flat index (row * S + column) in its part of the position that predicts each completion
-        token.
-      target: int32[M, P, N], the token predicted.
-      scatter: int32[M, P, N], index of its log-probability in the flat [B * T]; B * T for padding, which is dropped.
+      source: flat index (row * S + column) in its part of the position that predicts each completion token.
+      target: the token predicted.
+      scatter: index of its log-probability in the flat [B * T]; B * T for padding, which is dropped.
     """
 
     source: Any
@@ -93,9 +86,8 @@ class Predictions(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """One optimiser step's data as M microbatches of R rows of S tokens, B completions of T tokens.
-
-    Rows form P parts, which a mesh divides, of N predictions each: a part's predictions are of its own rows.
+    """One optimiser step's data as M microbatches of R rows of S tokens, B completions of T tokens. Rows form P parts,
+    which a mesh divides, of N predictions each: a part's predictions are of its own rows.
 
     Attributes:
       rows: [M, R, S] each.
@@ -135,15 +127,9 @@ class Packed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Shapes of a microbatch.
-
-    Attributes:
-      rows: R.
-      row_tokens: S, at least the longest prompt with its completion.
-      completion_tokens: T, the longest completion.
-      parts: P, into which a mesh divides the rows; divides R.
-      share_prompts: whether completions of one prompt share it within a row; else each has its own copy.
-    """
+    """Shapes of a microbatch: R ``rows`` of ``row_tokens`` S (at least the longest prompt with its completion),
+    completions of up to ``completion_tokens`` T, and ``parts`` P, into which a mesh divides the rows; P divides R.
+    ``share_prompts``: whether completions of one prompt share it within a row; else each has its own copy."""
 
     rows: int
     row_tokens: int
@@ -154,16 +140,9 @@ class Layout:
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """Consecutive tokens of a sample, all of them unless it forks, and what the model reads before them.
-
-    Attributes:
-      sample: by its index.
-      tokens: the sample's that it has.
-      prompt: int32[p].
-      prompt_arrays: [p, ...] each, 0 for what a fork reads.
-      unit: segments of equal units are placed at one time.
-      together: whether those are in one microbatch.
-    """
+    """Consecutive ``tokens`` of a ``sample`` (its index), all of them unless it forks, and what the model reads before
+    them: ``prompt`` int32[p], and ``prompt_arrays`` [p, ...] each, 0 for what a fork reads. Segments of equal ``unit``
+    are placed at one time, in one microbatch if ``together``."""
 
     sample: int
     tokens: slice
@@ -184,17 +163,9 @@ DEVICE_DTYPES = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
 
 
 def pack(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = POLICY) -> Packed:
-    """Pack samples into microbatches; samples of one prompt share it within a row.
-
-    Args:
-      samples: at least one.
-      layout: shapes.
-      objectives: names of those that will read them.
-
-    Raises:
-      InputError: a prompt with its completion is longer than a row, or samples that belong together fill more than a
-        microbatch.
-    """
+    """Pack samples, at least one, into microbatches; samples of one prompt share it within a row. ``objectives``: names
+    of those that will read them. InputError: a prompt with its completion is longer than a row, or samples that belong
+    together fill more than a microbatch."""
     batches = assign_rows(samples, layout)
     empty = empty_batch(samples, batches, layout, objectives)
     for number, batch in enumerate(batches):
@@ -294,9 +265,7 @@ class RowPacker:
 
     def add(self, members: Sequence[Segment]) -> None:
         """Add segments of one prompt; those that do not fit continue in the next row, after a copy of the prompt.
-
-        Padding would cost as much as the copied tokens.
-        """
+        Padding would cost as much as the copied tokens."""
         row_tokens = self._layout.row_tokens
         prompt = len(members[0].prompt)
         piece: Piece = []

@@ -1,10 +1,8 @@
 """The learner's forward pass: model outputs for objectives, one row for each completion.
 
-Routing replay: the learner's passes take the experts of an earlier pass, so that no gap between the two is due to
-the router (arXiv 2507.18071, 2512.01374; DeepSeek-V3.2's Keep Routing, 2512.02556).
-
-The sampler records the experts of each token and layer; they travel in ``Packed.by_column``, next to the tokens. The
-weights of experts are those of the live router in any case, so that it learns.
+Routing replay: the learner's passes take the experts of an earlier pass, so that no gap between the two is due to the
+router (arXiv 2507.18071, 2512.01374; DeepSeek-V3.2's Keep Routing, 2512.02556). The sampler records them by token and
+layer; they travel in ``Packed.by_column``. Their weights are those of the live router, so that it learns.
 """
 
 import dataclasses
@@ -35,11 +33,9 @@ ROUTE_ARRAYS = (EXPERTS, EXPERTS_KNOWN, EXPERTS_REPLAYED)
 
 
 def sampled_routes(completion: Completion) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return a sample's ``arrays`` and ``prompt_arrays`` of the experts that its completion took; {} without any.
-
-    A completion's row t is of the pass that predicted token t; a sample's is of the pass that reads it. Nothing reads
-    the last token.
-    """
+    """Return a sample's ``arrays`` and ``prompt_arrays`` of the experts that its completion took; {} without any. A
+    completion's row t is of the pass that predicted token t; a sample's is of the pass that reads it. Nothing reads the
+    last token."""
     rows = completion.extras.get(EXPERTS)
     if rows is None or EXPERTS not in completion.prompt_extras or not len(rows):
         return {}, {}
@@ -90,9 +86,7 @@ def routes_of_model(model: Any, rows: Any, compute: ComputeOptions) -> jax.Array
 
 def rerouted(chosen: jax.Array, by_column: dict[str, jax.Array]) -> jax.Array:
     """Return 1 where a token's experts are not those that the sampler took, in any layer; 0 elsewhere, float32[R, S].
-
-    ``chosen``: by the live router, [R, S, L, k]. ``by_column``: ``Packed.by_column``.
-    """
+    ``chosen``: by the live router, [R, S, L, k]. ``by_column``: ``Packed.by_column``."""
     differ = jnp.sort(chosen, axis=-1) != jnp.sort(by_column[EXPERTS], axis=-1)
     return (jnp.any(differ, axis=(2, 3)) & by_column[EXPERTS_KNOWN]).astype(jnp.float32)
 
@@ -105,11 +99,9 @@ def without_routes(packed: Packed) -> Packed:
 
 def expert_load(samples: Sequence[Sample], experts: Experts | None) -> dict[str, float]:
     """Return how evenly the sampler's tokens were divided among the experts, a mean over layers; {} without any.
-
     ``experts/load_entropy`` is relative to that of equal loads, so 1 at best; ``experts/busiest_share`` is that of the
     busiest expert, 1 / E at best; ``experts/dead_fraction`` is the share of experts without a token;
-    ``experts/bytes_per_token`` is what the record of a token takes.
-    """
+    ``experts/bytes_per_token`` is the size of a token's record."""
     rows = [sample.arrays[EXPERTS][sample.arrays[EXPERTS_KNOWN]] for sample in samples if EXPERTS in sample.arrays]
     if experts is None or not sum(map(len, rows)):
         return {}
@@ -128,27 +120,18 @@ def expert_load(samples: Sequence[Sample], experts: Experts | None) -> dict[str,
 
 Output = Any
 """A name in ``Outputs``; or a hashable function that makes an output, [P, N, ...] or several such, of ``(model, hidden
-states [P, N, D] of predictions, microbatch, temperature)``, and is its name.
-"""
+states [P, N, D] of predictions, microbatch, temperature)``, and is its name."""
 Outputs = dict[Output, Any]
-"""Outputs of a forward pass by name: float32[B, T] each, 0 at padding.
-
-``logp``, ``entropy``: nats, of the token and of its whole distribution, at the sampling temperature. ``values``: a
-scalar model's output where the token is predicted: the value of the state before it. ``rerouted``, wherever the sampler
-recorded experts: 1 where the router that predicts the token chooses others.
-"""
+"""Outputs of a forward pass by name: float32[B, T] each, 0 at padding. ``logp``, ``entropy``: nats, of the token and of
+its whole distribution, at the sampling temperature. ``values``: a scalar model's output where the token is predicted:
+the value of the state before it. ``rerouted``, wherever the sampler recorded experts: 1 where the router that predicts
+the token chooses others."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
-    """The settings of the learner's forward passes.
-
-    Attributes:
-      layout: shapes of a microbatch.
-      compute: how layers are computed.
-      temperature: of the sampling, applied to every log-probability.
-      mesh: where models and data are.
-    """
+    """The settings of the learner's forward passes: ``layout`` of a microbatch, ``compute``, how layers are computed,
+    the sampling ``temperature``, applied to every log-probability, and the ``mesh`` of models and data."""
 
     layout: Layout
     compute: ComputeOptions
@@ -182,9 +165,7 @@ def compute_outputs(
     entropy_gradient: bool = False,
 ) -> Outputs:
     """Compute the named outputs of one microbatch by one forward pass; ``batch`` has no microbatch axis here.
-
-    ``entropy_gradient``: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
-    """
+    ``entropy_gradient``: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing."""
     scalar = isinstance(model, ScalarModel)
     replayed = batch.by_column.get(EXPERTS_REPLAYED)
     hidden, experts = prediction_states(model.decoder if scalar else model, batch, compute, replayed)
@@ -217,8 +198,7 @@ def prediction_states(
     model: Any, batch: Packed, compute: ComputeOptions, replayed: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the final hidden states [P, N, D] of the positions that predict completion tokens, and the experts that
-    the routers chose; the arguments and the experts are those of ``routed``.
-    """
+    the routers chose; the arguments and the experts are those of ``routed``."""
     rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
     hidden, experts = routed(model, rows, compute, replayed)
     return constrain(take_predictions(hidden, batch), BATCH), experts
@@ -251,11 +231,8 @@ def microbatch(packed: Packed, index: jax.Array) -> Packed:
 
 
 def score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: Output = "logp") -> Any:
-    """Compute one output [M, B, T, ...] of a whole step's completions, without a gradient.
-
-    What objectives alone read is left out, so that this is one program whatever they are. Experts are replayed if
-    ``packed`` has those to take.
-    """
+    """Compute one output [M, B, T, ...] of a whole step's completions, without a gradient. What objectives alone read
+    is left out, so that this is one program whatever they are. Experts are replayed if ``packed`` has those to take."""
     replayed = {name: x for name, x in packed.by_column.items() if name == EXPERTS_REPLAYED}
     packed = packed._replace(counted={}, by_sequence={}, by_token={}, by_column=replayed, counts=None)
     return jitted_score(compute.compiler)(model, packed, temperature, compute, output)

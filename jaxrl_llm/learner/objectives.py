@@ -3,9 +3,7 @@
 A role is trained by the sum of its objectives over one forward pass. An objective declares the role that it trains, the
 outputs that it reads, and the arrays that it needs before the first update; it divides by counts of its own.
 
-Objectives for comparisons and labels: preferences, reward models, process reward models.
-
-Samples that a loss compares share one ``Sample.together``. They are in one microbatch, where
+Samples that a loss compares, as of preferences, share one ``Sample.together``. They are in one microbatch, where
 ``by_sequence["together"]`` is the row of the first of them.
 """
 
@@ -42,8 +40,7 @@ CLIP_PROBABILITY = "clip_probability"
 PRECOMPUTED = {"old_logp": ("policy", "logp"), "ref_logp": ("reference", "logp"), "old_values": ("critic", "values")}
 """Arrays [B, T] that an objective may need, by their name in ``Packed.by_token``: the role, or frozen copy, and its
 model output. They are computed once, before a batch's first update, at the shapes of the updates, unless samples give
-them.
-"""
+them."""
 
 
 class Objective:
@@ -52,7 +49,7 @@ class Objective:
     Attributes:
       name: unique in a run; ``Sample.counted_by`` refers to it.
       role: the role that it trains.
-      outputs: the outputs of that model's forward pass that it reads; see ``learner.forward.Output``.
+      outputs: what it reads of the outputs of that model's forward pass; see ``learner.forward.Output``.
       needs: names in ``PRECOMPUTED``.
       entropy_gradient: whether it differentiates the entropy.
       looks_ahead: whether ``over_step`` computes arrays, from a forward pass over the whole step before its gradient.
@@ -67,22 +64,18 @@ class Objective:
 
     def over_step(self, outputs: Outputs, batch: Packed) -> Scalars:
         """Return arrays [B, T] for ``Packed.by_token``, by name, that depend on all rows of a step; {} for none.
-
-        Outputs and batch hold the rows of all microbatches, without the microbatch axis.
-        """
+        Outputs and batch hold the rows of all microbatches, without the microbatch axis."""
         return {}
 
     def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
-        """Return one microbatch's share of the step's loss, and metrics.
+        """Return one microbatch's share of the step's loss, and metrics: scalars that are summed over microbatches, or
+        for names ending in ``_max`` the largest.
 
         Args:
           outputs: float32[B, T] each.
           batch: without the microbatch axis; its ``mask`` is True where this objective counts.
           counts: of the whole step, the divisors of sums.
           coefficients: scalars by name, traced.
-
-        Returns:
-          The loss, and scalars that are summed over microbatches; for names ending in ``_max`` the largest is taken.
         """
         raise NotImplementedError
 
@@ -93,10 +86,9 @@ class Objective:
 
 @dataclasses.dataclass(frozen=True)
 class PolicyGradient(Objective):
-    """The loss of an algorithm, over tokens that the policy sampled.
+    """The loss of an ``algorithm``, over tokens that the policy sampled.
 
     Attributes:
-      algorithm: computes the loss.
       several: whether each rollout is followed by more than one update, so that the policy leaves the old one.
       entropy_moves: whether the coefficient of the entropy bonus is given to each update; it may be 0 in some.
       idle: whether nothing in the loss has a gradient, all advantages being 0: only the metrics are computed.
@@ -192,10 +184,7 @@ class PolicyGradient(Objective):
 @dataclasses.dataclass(frozen=True)
 class ValueLoss(Objective):
     """A critic's ``advantages.value_loss`` towards ``returns``, which are computed once, before the first update.
-
-    Attributes:
-      clip: how far a value may move from its old one; None for no bound.
-    """
+    ``clip``: how far a value may move from its old one; None for no bound."""
 
     clip: float | None = 0.2
     name: ClassVar[str] = "values"
@@ -227,15 +216,10 @@ TEXT = "text"
 
 @dataclasses.dataclass(frozen=True)
 class NextToken(Objective):
-    """``-coef mean_t(logp)`` over the tokens that count, nats: supervised fine-tuning, and the texts of PPO-ptx.
-
-    With a policy gradient, ``coef`` is the gamma of arXiv 2203.02155, eq. 2, for a mean over tokens: InstructGPT's 27.8
-    belongs to its own reduction and does not carry over.
-
-    Attributes:
-      coef: of the loss; 0 and above.
-      prefix: begins the names of its metrics.
-    """
+    """``-coef mean_t(logp)`` over the tokens that count, nats: supervised fine-tuning, and the texts of PPO-ptx. With a
+    policy gradient, ``coef``, 0 and above, is the gamma of arXiv 2203.02155, eq. 2, for a mean over tokens:
+    InstructGPT's 27.8 belongs to its own reduction and does not carry over. ``prefix`` begins the names of its
+    metrics."""
 
     coef: float = 1.0
     prefix: str = ""
@@ -256,13 +240,10 @@ class NextToken(Objective):
 def old_policy(
     algorithm: Algorithm, logp: jax.Array, old_logp: jax.Array | None, sampler_logp: jax.Array, fresh: jax.Array
 ) -> jax.Array:
-    """Return the log-probabilities [B, T] that ratios are taken against, so that every token is weighted for its full
-    drift.
-
-    On-policy the ratio is 1 by construction. For a token of an earlier step it is the sampler's log-probability: the
-    ratio covers the whole drift, and the correction adds nothing. For a loss with a correction and no ratio, the
-    correction covers the drift, and the old policy is the learner's.
-    """
+    """Return the log-probabilities [B, T] that ratios are taken against. On-policy the ratio is 1 by construction. For
+    a token of an earlier step it is the sampler's log-probability: the ratio covers the whole drift, and the correction
+    adds nothing. For a loss with a correction and no ratio, the correction covers the drift, and the old policy is the
+    learner's."""
     old = jax.lax.stop_gradient(logp) if old_logp is None else old_logp
     if algorithm.correction is not None and not algorithm.surrogate.reads_ratio:
         return old
@@ -271,11 +252,9 @@ def old_policy(
 
 @jax.jit
 def summed_kl(packed: Packed, logp: jax.Array) -> jax.Array:
-    """Return the KL of a policy with these log-probabilities; nats, summed over the tokens that its loss counts.
-
-    With a reference it is ``KL(policy || reference)``, weighted by policy / sampler since another policy drew the
-    tokens; else ``KL(old || policy)`` on the old policy's own tokens. It is for each token given those before it.
-    """
+    """Return the KL of a policy with these log-probabilities; nats, summed over the tokens that its loss counts. With a
+    reference it is ``KL(policy || reference)``, weighted by policy / sampler since another policy drew the tokens; else
+    ``KL(old || policy)`` on the old policy's own tokens. It is for each token given those before it."""
     by_token = packed.by_token
     sampler = by_token["sampler_logp"]
     if "ref_logp" in by_token:
@@ -288,14 +267,9 @@ def summed_kl(packed: Packed, logp: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class PairLoss(Objective):
-    """A loss of ``algorithms.preference`` over pairs of completions.
-
-    Samples carry the scalars ``sign``, 1 for the better one and -1 for the worse, and ``ref_logp``, the sum over its
-    tokens under the reference, nats, which a loss without a reference does not read. Both of a pair are counted.
-
-    Attributes:
-      loss: of each pair's margin.
-    """
+    """A ``loss`` of ``algorithms.preference``, of each pair's margin, over pairs of completions. Samples carry the
+    scalars ``sign``, 1 for the better one and -1 for the worse, and ``ref_logp``, the sum over its tokens under the
+    reference, nats, which a loss without a reference does not read. Both of a pair are counted."""
 
     loss: Any
     name: ClassVar[str] = "pairs"
@@ -343,15 +317,9 @@ UNRELATED = -1.0
 
 @dataclasses.dataclass(frozen=True)
 class UnpairedLoss(Objective):
-    """KTO over completions with labels.
-
-    Samples carry the scalars ``label``, 1 for a good completion, 0 for a bad one and ``UNRELATED`` for the completion
-    of another prompt, one for each labelled sample; and ``ref_logp`` as in ``PairLoss``. The reference point is a mean
-    over the whole step.
-
-    Attributes:
-      loss: of each completion.
-    """
+    """KTO, the ``loss`` of each completion, over completions with labels. Samples carry the scalars ``label``, 1 for a
+    good completion, 0 for a bad one and ``UNRELATED`` for the completion of another prompt, one for each labelled
+    sample; and ``ref_logp`` as in ``PairLoss``. The reference point is a mean over the whole step."""
 
     loss: KTO
     name: ClassVar[str] = "unpaired"
@@ -398,15 +366,13 @@ def logp_gaps(outputs: Outputs, batch: Packed) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Ranking(Objective):
-    """Bradley-Terry over all pairs of each prompt's ranked completions (arXiv 2203.02155, eq. 1).
+    """Bradley-Terry over all pairs of each prompt's ranked completions (arXiv 2203.02155, eq. 1): ``mean over i before
+    j of -log sigmoid(r_i - r_j - margin)``, averaged over prompts, so that each prompt counts once whatever its number
+    of pairs.
 
-    ``mean over i before j of -log sigmoid(r_i - r_j - margin)``, averaged over prompts, so that each prompt counts
-    once whatever its number of pairs. Samples carry the scalars ``rank`` (0 is the best), ``margin`` and ``last``: the
-    place of the value that is the completion's score. Only the best sample of a prompt is counted, at its last place.
-
-    Attributes:
-      centre: coefficient of the square of twice the mean score, which keeps scores around 0; for a pair the square is
-        ``(r_w + r_l)^2`` (arXiv 2312.09244).
+    Samples carry the scalars ``rank`` (0 is the best), ``margin`` and ``last``: the place of the value that is the
+    completion's score. Only the best sample of a prompt is counted, at its last place. ``centre``: coefficient of the
+    square of twice the mean score, which keeps scores around 0; for a pair ``(r_w + r_l)^2`` (arXiv 2312.09244).
     """
 
     centre: float = 0.0
@@ -448,11 +414,9 @@ class Ranking(Objective):
 
 @dataclasses.dataclass(frozen=True)
 class StepEntropy(Objective):
-    """Cross-entropy of ``sigmoid(value)`` with a label from 0 to 1 at the end of each step (arXiv 2305.20050).
-
-    Labels may be soft: the share of continuations from there that succeeded. Samples carry the array ``labels``; the
-    mask counts the places one behind the last tokens of steps, where the value has read the step.
-    """
+    """Cross-entropy of ``sigmoid(value)`` with a label from 0 to 1 at the end of each step (arXiv 2305.20050). Labels
+    may be soft: the share of continuations from there that succeeded. Samples carry the array ``labels``; the mask
+    counts the places one behind the last tokens of steps, where the value has read the step."""
 
     name: ClassVar[str] = "steps"
     role: ClassVar[str] = "policy"
@@ -477,12 +441,8 @@ TEACHER_INDEX = "teacher"
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("model",), meta_fields=("compute",))
 @dataclasses.dataclass(frozen=True)
 class Teacher:
-    """A frozen model that is run with each microbatch of the policy.
-
-    Attributes:
-      model: it, or its shapes; None for the frozen base of the policy's own adapter.
-      compute: how its layers are computed.
-    """
+    """A frozen model that is run with each microbatch of the policy: ``model``, or its shapes, None for the frozen base
+    of the policy's own adapter; ``compute``: how its layers are computed."""
 
     model: Any
     compute: ComputeOptions
@@ -490,12 +450,8 @@ class Teacher:
 
 @dataclasses.dataclass(frozen=True)
 class TopOutput:
-    """A teacher's most likely tokens as an output: ``models.heads.TopTokens`` [P, N, ...].
-
-    Attributes:
-      k: how many.
-      vocab: of the student; tokens from there on are left out.
-    """
+    """A teacher's ``k`` most likely tokens as an output: ``models.heads.TopTokens`` [P, N, ...]. ``vocab`` is the
+    student's; tokens from there on are left out."""
 
     k: int
     vocab: int
@@ -507,16 +463,10 @@ class TopOutput:
 
 @dataclasses.dataclass(frozen=True)
 class TeacherDivergence:
-    """The divergence from the teacher as an output, float32[P, N], nats.
-
-    With ``divergence.top_k`` it reads ``teacher_ids`` and ``teacher_logp`` of the predictions; otherwise the batch's
-    teachers read its rows here, and no logits outlive a chunk. Of several teachers only those run that have a row in
-    the microbatch.
-
-    Attributes:
-      divergence: which one.
-      teachers: names in ``Packed.teachers``, in the order of the numbers of samples' teachers.
-    """
+    """The ``divergence`` from the teacher as an output, float32[P, N], nats. With ``divergence.top_k`` it reads
+    ``teacher_ids`` and ``teacher_logp`` of the predictions; otherwise the batch's teachers read its rows here, and no
+    logits outlive a chunk. ``teachers``: names in ``Packed.teachers``, in the order of the numbers of samples'
+    teachers; of several only those run that have a row in the microbatch."""
 
     divergence: JensenShannon
     teachers: tuple[str, ...]
@@ -555,16 +505,9 @@ class TeacherDivergence:
 
 @dataclasses.dataclass(frozen=True)
 class DivergenceLoss(Objective):
-    """``weight mean_t(D)``: the divergence D of the policy from its teacher over the tokens that count, nats.
-
-    It is a sum over the vocabulary divided by the number of tokens (GKD, arXiv 2306.13649). The tokens are the
-    policy's or given ones; no gradient passes through how they were sampled.
-
-    Attributes:
-      weight: of the loss.
-      divergence: D.
-      teachers: names of the teachers.
-    """
+    """``weight mean_t(D)``: the ``divergence`` D of the policy from its teacher (of the names ``teachers``) over the
+    tokens that count, nats: a sum over the vocabulary divided by the number of tokens (GKD, arXiv 2306.13649). The
+    tokens are the policy's or given ones; no gradient passes through how they were sampled."""
 
     weight: float
     divergence: JensenShannon

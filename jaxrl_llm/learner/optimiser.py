@@ -47,12 +47,11 @@ def learning_rate(config: Optimiser) -> optax.Schedule:
 
 @functools.cache
 def build(config: Optimiser) -> optax.GradientTransformation:
-    """Build the optimiser, from gradients to directions of descent: clipped, scaled, plus the decayed weights.
+    """Build the optimiser, from gradients to directions of descent: clipped, scaled, plus the decayed weights. Equal
+    settings give the same value, so that a reset compiles nothing anew.
 
-    Equal settings give the same value, so that a reset compiles nothing anew.
-
-    All of it is float32 whatever the weights' dtype, except the first moment if ``moments.dtype`` differs. The
-    learning rate is excluded: the update multiplies by it, so that it is known, logged and survives a reset.
+    All of it is float32 whatever the weights' dtype, except the first moment if ``moments.dtype`` differs. The learning
+    rate is excluded: the update multiplies by it, so that it is known, logged and survives a reset.
     """
     clip = optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
     # Without a decay the state has the same form, so that a phase may begin or end one.
@@ -81,11 +80,9 @@ def adam(moments: Moments) -> optax.GradientTransformation:
 
 def adafactor(moments: Moments) -> optax.GradientTransformation:
     """Return Adafactor: factored second moments, with a decay rising to b2 as 1 - t ** -0.8; momentum unless b1 is 0.
-
     Arrays are folded to matrices, so that the paper's matrix is factored, not a head of it; those with fewer than 128
-    rows or columns are kept whole. As in arXiv 2106.04560, section 3.4, step sizes are not
-    relative; steps are not clipped.
-    """
+    rows or columns are kept whole. Step sizes are not relative, as in arXiv 2106.04560, section 3.4, and steps are not
+    clipped."""
     fold = functools.partial(jax.tree.map_with_path, fold_to_matrices)
 
     def decay(step: Any, _: Any) -> jax.Array:
@@ -102,10 +99,8 @@ def adafactor(moments: Moments) -> optax.GradientTransformation:
 
 
 def muon(moments: Moments) -> optax.GradientTransformation:
-    """Return Muon (arXiv 2502.16982): momentum of each layer's matrices, orthogonalised.
-
-    Embeddings, head, norms and biases use Adam.
-    """
+    """Return Muon (arXiv 2502.16982): momentum of each layer's matrices, orthogonalised. Embeddings, head, norms and
+    biases use Adam."""
 
     axes = functools.partial(jax.tree.map_with_path, muon_dimensions)
 

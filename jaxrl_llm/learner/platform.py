@@ -35,8 +35,7 @@ HEAD_CHUNK = {"tpu": 1024, "gpu": 1024}
 """Positions of a chunk of the LM head by platform (``ComputeOptions``' own if not listed). The compiler's cycles of
 8,192 positions, chunks of 512, 1,024 and 2,048: 1.5B on v5e 0.151, 0.117 and 0.125 s; 7B over tensor 2 on v5p 0.062,
 0.054 and 0.052 s; 32B over tensor 8 there 0.021 and 0.017 s for the first two. An H100's bytes: 1.5B 26, 18 and 14 ms,
-with temporaries of 1.0, 1.5 and 2.6 GiB.
-"""
+with temporaries of 1.0, 1.5 and 2.6 GiB."""
 MAX_UNROLLED_LAYERS = 12
 """The most layers that are unrolled in a CPU program."""
 
@@ -45,13 +44,9 @@ def compute_for(
     settings: Learner, config: ModelConfig, platform: str, compiler: CompilerOptions = ()
 ) -> ComputeOptions:
     """Return compute options for a platform ("cpu", "gpu" or "tpu") and a model; all such choices are made here.
-
-    ``compiler``: of ``compiler_options``, for the mesh on which the model is computed.
-
-    Raises:
-      InputError: the settings ask for an attention that the platform lacks, or that cannot compute the model; or for
-        replay of the routing of a model without experts.
-    """
+    ``compiler``: of ``compiler_options``, for the mesh on which the model is computed. InputError: the settings ask for
+    an attention that the platform lacks, or that cannot compute the model; or for replay of the routing of a model
+    without experts."""
     attention = settings.compute.attention
     if attention == "auto":
         usable = (name for name in ATTENTION_PLATFORMS if not attention_obstacle(name, settings, config, platform))
@@ -105,21 +100,16 @@ def layout_for(
     config: ModelConfig | None = None,
     update_tokens: float = math.inf,
 ) -> Layout:
-    """Return the shapes of a microbatch for prompts with completions of up to ``longest`` tokens.
-
-    Splash attention supports segments only: with it every completion follows its own copy of the prompt.
+    """Return the shapes of a microbatch; values of 0 in ``settings`` are chosen. Splash attention supports segments
+    only: with it every completion follows its own copy of the prompt. InputError: the mesh does not divide a
+    microbatch's rows.
 
     Args:
-      settings: values of 0 are chosen.
-      compute: how the model is computed.
       longest: tokens of a prompt with its completion.
       completion_tokens: of the longest completion.
-      mesh: learns.
+      mesh: of the devices that learn.
       config: of the model; if given, chosen rows fit into the devices' memory with it.
       update_tokens: tokens of an optimiser update, prompts with their completions; no more rows are chosen.
-
-    Raises:
-      InputError: the mesh does not divide the rows of a microbatch.
     """
     row_tokens = settings.compute.row_tokens
     if not row_tokens:
@@ -146,12 +136,7 @@ def layout_for(
 
 def rows_for_turns(layout: Layout, turns: int, microbatch_rows: int) -> Layout:
     """Return the layout with as many rows as an episode of so many turns can fill, since the loss reads them together.
-
-    ``microbatch_rows``: ``learner.compute.microbatch_rows``; 0 takes as many as it needs.
-
-    Raises:
-      InputError: fewer are given.
-    """
+    ``microbatch_rows``: ``learner.compute.microbatch_rows``; 0 takes as many as needed. InputError: it sets fewer."""
     require(
         layout.rows >= turns or not microbatch_rows,
         f"learner.compute.microbatch_rows {microbatch_rows} is less than rollout.episode.max_turns {turns}, and with "
@@ -168,10 +153,8 @@ def tokens_in_memory(
     sizes: tuple[int, int],
     memory: float,
 ) -> float:
-    """Estimate by a formula the tokens of a microbatch that fit on a device together with the trained model.
-
-    ``sizes``: of the mesh's axes fsdp and tensor. ``memory``: bytes of the device, infinite if unknown.
-    """
+    """Estimate by a formula the tokens of a microbatch that fit on a device together with the trained model. ``sizes``:
+    of the mesh's axes fsdp and tensor. ``memory``: bytes of the device, infinite if unknown."""
     weight_bytes = jnp.dtype(settings.dtype).itemsize
     bytes_per_weight = weight_bytes + jnp.dtype(compute.dtype).itemsize
     if not settings.lora.rank:  # a reference, a microbatch's gradients, their sum and two moments in float32
@@ -183,18 +166,9 @@ def tokens_in_memory(
 def token_bytes(
     compute: ComputeOptions, config: ModelConfig, row_tokens: int, share: float, update: bool = True
 ) -> float:
-    """Estimate by a formula the bytes that a pass needs for each token of a device's part of a microbatch.
-
-    A forward pass needs the widest layer, attention scores and hidden states; an update also the activations that the
-    backward pass keeps of each layer.
-
-    Args:
-      compute: how the model is computed.
-      config: of the model.
-      row_tokens: S.
-      share: of a matrix product that the device does.
-      update: whether there is a backward pass.
-    """
+    """Estimate by a formula the bytes that a pass needs for each token of a device's part of a microbatch, in rows of
+    ``row_tokens`` S. A forward pass needs the widest layer, attention scores and hidden states; with ``update`` also
+    the activations that the backward pass keeps of each layer. ``share``: of a matrix product that the device does."""
     a = config.attention
     width = jnp.dtype(compute.dtype).itemsize
     layer = (6 * config.active_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
@@ -216,14 +190,12 @@ def utilisation(
     row: Mapping[str, Any],
     devices: Sequence[Any],
 ) -> dict[str, float]:
-    """Return the metric ``throughput/mfu``; nothing for devices with unknown peaks, such as a CPU.
-
-        MFU = FLOPs / (seconds * devices * peak)
+    """Return the metric ``throughput/mfu``, FLOPs / (seconds * devices * peak); {} for devices with unknown peaks, such
+    as a CPU. The peak is that of bfloat16 products, whatever the run computes in.
 
     The FLOPs are those of ``training_flops``, summed over roles and epochs. A prompt counts once in each group;
     padding, recomputation and passes without a gradient never count. An update that was refused counts nothing; one
-    that was applied counts as an equal share of its epoch. The peak is that of bfloat16 products, whatever the run
-    computes in.
+    that was applied counts as an equal share of its epoch.
 
     Args:
       state: with each role's parameters, at least as shapes.

@@ -14,8 +14,7 @@ MUON_RMS = 0.2
 MIN_BFLOAT16_STEP = 2.0**-13
 """Half the distance between bfloat16's numbers from 1/32 to 1/16: smaller steps leave weights of that size unchanged.
 Most weights of large models are smaller (their deviation is about 0.02), most of small ones larger (SmolLM2-135M:
-0.19).
-"""
+0.19)."""
 
 
 class UsualRate(float):
@@ -38,7 +37,7 @@ class Moments(Setting):
       b1: decay of the first moment; Muon's papers take 0.95; adafactor keeps no first moment at 0.
       b2: decay of the second moment.
       eps: added to the root of the second moment.
-      dtype: of the first moment. The second one stays float32: bfloat16 would round away what (1 - b2) adds to it.
+      dtype: of the first moment. The second stays float32: bfloat16 would round away what (1 - b2) adds to it.
       offload: keep them in host memory between updates, and fetch them whole for each.
     """
 
@@ -54,15 +53,13 @@ class Optimiser(Setting):
     """The optimiser: how gradients become steps.
 
     Attributes:
-      name: "adamw" (arXiv 1711.05101), "adafactor" (its second moments take next to no memory, arXiv 1804.04235) or
-        "muon" (arXiv 2502.16982: matrices of layers by orthogonalised momentum, all else by AdamW; takes AdamW's
-        learning rates).
-      learning_rate: after the warm-up. The default is the usual one for the kind of run: 1e-6 for reinforcement
-        learning and preferences, 2e-5 for texts, 1e-4 for reward models.
+      name: "adamw" (arXiv 1711.05101), "adafactor" (second moments of next to no memory, arXiv 1804.04235) or "muon"
+        (arXiv 2502.16982: matrices of layers by orthogonalised momentum, all else by AdamW, at AdamW's learning rates).
+      learning_rate: after the warm-up; by default the usual one: 1e-6 for reinforcement learning and preferences, 2e-5
+        for texts, 1e-4 for reward models.
       warmup: optimiser updates over which it rises linearly from 1/warmup of itself.
       schedule: "constant", or how it falls to 0 over ``decay``: "cosine" or "linear".
-      decay: optimiser updates between which it falls; with a late first one it is warm-up, stable, decay (arXiv
-        2404.06395).
+      decay: optimiser updates between which it falls; a late first one is warm-up, stable, decay (arXiv 2404.06395).
       weight_decay: on matrices, not on norms and biases.
       clip_norm: gradients are scaled down to this global norm; 0 leaves them alone.
       moments: see ``Moments``.
@@ -88,13 +85,8 @@ class Optimiser(Setting):
         )
 
     def check_rounding(self, where: str, dtype: str, adapter: str) -> None:
-        """Refuse bfloat16 weights if their rounding would swallow steps at this rate.
-
-        Args:
-          where: the name of this optimiser.
-          dtype: of the weights that it trains.
-          adapter: a setting that would spare them.
-        """
+        """Refuse bfloat16 weights (``dtype``) if their rounding would swallow steps at this rate. ``where``: this
+        optimiser's name; ``adapter``: a setting that would spare them."""
         # AdamW and Adafactor move a weight by about the rate at most, Muon by a fifth of it.
         step = self.learning_rate * (MUON_RMS if self.name == "muon" else 1.0)
         require(
@@ -106,19 +98,17 @@ class Optimiser(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Critic(Setting):
-    """The critic, which estimates the value of each state, and its training; its loss is
-    ``algorithms.advantages.value_loss``.
-
-    It is updated after the policy on each minibatch, with a gradient, a norm and a learning rate of its own, so that no
+    """The critic, which estimates the value of each state; its loss is ``algorithms.advantages.value_loss``. It is
+    updated after the policy on each minibatch, with a gradient, a norm and a learning rate of its own, so that no
     coefficient weighs its loss against the policy's. Its weights have ``learner.dtype``.
 
     Attributes:
       model: its initial model: a run (RUN, RUN@STEP) or a Hugging Face directory, of a reward model or of a language
-        model with the policy's vocabulary. None: the policy's own layers. A model without a scalar head gets one of
-        zeros, so that every value is 0 at first.
+        model with the policy's vocabulary. None: the policy's own layers. A missing scalar head begins as zeros, and so
+        do all values.
       optimiser: see ``Optimiser``; the learning rate is InstructGPT's (arXiv 2203.02155, appendix C.4).
-      clip: how far a value may move from the one before the batch's first update before its loss is clipped; None for
-        no bound.
+      clip: how far a value may move from the one before the batch's first update before its loss is clipped; None: no
+        bound.
       warmup: steps at the start of the run in which only the critic learns: the policy, and its version, stay.
       epochs: passes over each rollout; those after ``learner.epochs`` are the critic's alone. 0: as many as the
         policy's.
@@ -160,7 +150,6 @@ class Critic(Setting):
 @dataclasses.dataclass(frozen=True)
 class Compute(Setting):
     """How forward and backward passes are computed: speed and memory, and results by rounding only.
-
     ``learner.platform`` makes ``ComputeOptions`` and ``Layout`` of it, for a model and its devices.
 
     Attributes:
@@ -168,10 +157,8 @@ class Compute(Setting):
         fsdp. 0 chooses, at each start, for the mesh and the memory of its devices.
       row_tokens: tokens S of a row, at least the longest prompt with its completion; divided by the mesh's tensor. 0
         chooses.
-      remat: recomputation of a layer in the backward pass: "none" (keeps all activations), "dots" (keeps the results of
-        matrix products) or "full" (keeps only its input).
-      attention: "xla" everywhere, "splash" on TPUs, "triton" or "cudnn" on GPUs; "auto" takes the first that supports
-        the model.
+      remat: what of a layer the backward pass recomputes: "none", "dots" (all but matrix products) or "full" (all).
+      attention: "xla" everywhere, "splash" on TPUs, "triton" or "cudnn" on GPUs; "auto": the first that fits the model.
       dtype: of matrix products and activations; sums, softmax and logits are float32.
     """
 
@@ -205,11 +192,11 @@ class Learner(Setting):
       dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32).
         bfloat16 is refused for weights that are trained at a rate with steps that it would round away.
       lora: train low-rank adapters on the frozen model.
-      routing_replay: of a model with experts: "R3" takes the experts that the sampler took in all passes of the policy
-        (old, live, recomputed), "R2" those that the policy would take before the first update (one more forward pass);
-        "off" lets the router choose anew in each pass. The reference is never replayed.
+      routing_replay: of a model with experts: "R3" takes the sampler's experts in all passes of the policy (old, live,
+        recomputed), "R2" those that the policy would take before the first update (one more forward pass); "off" lets
+        the router choose anew in each pass. The reference is never replayed.
       keep_sampling_mask: take every log-probability (live, old, reference) among the tokens that the sampler's top-k
-        and top-p kept at that position; needs V / 8 bytes for each sampled token, on the host and on every device.
+        and top-p kept there; needs V / 8 bytes for each sampled token, on the host and on every device.
     """
 
     optimiser: Optimiser = Optimiser()

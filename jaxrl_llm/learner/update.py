@@ -40,11 +40,9 @@ Update = Callable[[TrainState, Packed, dict[str, Any]], tuple[TrainState, Scalar
 def accumulate(
     role: Role, packed: Packed, objectives: Sequence[Objective], coefficients: Scalars, compute: ComputeOptions
 ) -> tuple[Any, Scalars]:
-    """Sum gradients of a role's parameters, and metrics, over the microbatches of a whole optimiser step.
-
-    The sum is float32 whatever the weights' dtype: bfloat16 would round away a microbatch's share in a sum of many. The
-    loop runs ``packed.microbatches`` times: ragged steps of one padded shape share one compiled program.
-    """
+    """Sum gradients of a role's parameters, and metrics, over the microbatches of a whole optimiser step. The sum is
+    float32: bfloat16 would round away a microbatch's share in a sum of many. The loop runs ``packed.microbatches``
+    times: ragged steps of one padded shape share one compiled program."""
 
     names = {name for objective in objectives for name in objective.outputs}
     entropy_gradient = any(objective.entropy_gradient for objective in objectives)
@@ -122,16 +120,11 @@ def make_update(
     """Return the jitted update ``(state, packed, coefficients) -> (state, metrics)`` of one role; the state is donated.
 
     Equal arguments give the same function, so that a second run in one process, or a segment that begins anew, compiles
-    nothing. A new value of a coefficient does not recompile it either. An update is refused, and the new state equals
-    the old one in all its parts, if no token is in the loss, if loss or gradient are not finite (so the state that a
-    guard saves is sound), or if the policy is already further than ``target_kl`` from the old one (k3, nats per token);
-    the metrics ``refused/...`` give the reason, as 0 or 1.
-
-    Args:
-      objectives: all of the same role.
-      optimiser: from ``build``.
-      rate: the learning rate, of the updates so far; a coefficient ``lr_scale`` multiplies it.
-      compute: how layers are computed.
+    nothing; nor does a new value of a coefficient. An update is refused, and the new state equals the old one in all
+    its parts, if no token is in the loss, if loss or gradient are not finite (so the state that a guard saves is
+    sound), or if the policy is already further than ``target_kl`` from the old one (k3, nats per token); the metrics
+    ``refused/...`` give the reason, as 0 or 1. All ``objectives`` are of the role; ``rate``, the learning rate, is of
+    the updates so far; a coefficient ``lr_scale`` multiplies it.
     """
     (name,) = {objective.role for objective in objectives}
 
@@ -164,10 +157,9 @@ def make_update(
 
 
 class NewRole(NamedTuple):
-    """The initialisation of a role other than the policy.
+    """The initialisation of a role other than the policy, by its ``name``.
 
     Attributes:
-      name: the role's.
       first: maps the run's initial model, or ``load``'s, to the role's first parameters; they may share its arrays,
         which are copied. An adapter is based on the policy's base, if that has one.
       optimiser: from ``build``.
@@ -191,15 +183,13 @@ def create_state(
     seed: int = 0,
     others: Sequence[NewRole] = (),
 ) -> TrainState:
-    """Create a state laid out on the mesh; the reference and every role have buffers of their own.
+    """Create a state laid out on the mesh; the reference, if any, and every role have buffers of their own.
 
     Args:
       model: the policy, or with ``lora`` the base; of a scalar model the decoder is the base, and the head is trained
         with the adapter. Donated: arrays with the right layout become the state's.
       optimiser: the policy's, from ``build``.
       reference: whether the state has one.
-      mesh: where it lives.
-      lora: size of the adapter, if any.
       seed: of the adapter's first values.
       others: roles in addition to the policy.
     """
@@ -253,12 +243,9 @@ def with_reference(state: TrainState, needed: bool) -> TrainState:
 
 
 def reset_reference(state: TrainState, share: float = 1.0) -> TrainState:
-    """Return the state with ``(1 - share) reference + share policy`` as the reference, in buffers of its own, by
-    weight.
-
-    A share of 1 copies the policy. Below, the reference is donated; it is computed in float32, and the dtype of each
-    weight stays. Unchanged without a reference.
-    """
+    """Return the state with ``(1 - share) reference + share policy`` as the reference, by weight, in buffers of its
+    own. A share of 1 copies the policy. Below, the reference is donated; it is computed in float32, and the dtype of
+    each weight stays. Unchanged without a reference."""
     if state.reference is None:
         return state
     policy = state.policy.params
@@ -279,10 +266,8 @@ def mix_params(reference: Any, policy: Any, share: jax.Array) -> Any:
 
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
-    """Return the state with a fresh state of this optimiser for the policy; its kind may differ from the one before.
-
-    It is on the policy's mesh, or on its device without one.
-    """
+    """Return the state with a fresh state of this optimiser for the policy; its kind may differ from the one before. It
+    is on the policy's mesh, or on its device without one."""
     params = state.policy.params
     layout = jax.tree.leaves(params)[0].sharding
     if isinstance(layout, NamedSharding):
@@ -355,8 +340,8 @@ def learn(
     """Update each role on every minibatch of the groups, in every epoch that the role makes.
 
     The passes end with the first update of the policy that is refused for its distance from the old one (early
-    stopping), and with any update refused for a non-finite loss or gradient; an update without tokens is skipped. The
-    first update is never too far: nothing has changed before it.
+    stopping; never the very first), and with any update refused for a non-finite loss or gradient; one without tokens
+    is skipped.
 
     Args:
       state: donated.
@@ -366,16 +351,15 @@ def learn(
       training: of each role that learns, in the order of updates; the policy first, if it learns.
       coefficients: numbers that objectives read, by name.
       seed: of the groups' order in each epoch after the first.
-      measure_kl: whether to measure the KL over the whole batch after the policy's last update, for a controller; see
-        ``kl_of_policy``.
-      monitor_kl: whether the reference is in no objective, and the policy's KL to it is measured before the first
-        update; see ``kl_to_reference``.
+      measure_kl: measure the KL over the whole batch after the policy's last update, for a controller
+        (``kl_of_policy``).
+      monitor_kl: no objective reads the reference, and the KL to it is measured before any update
+        (``kl_to_reference``).
 
     Returns:
       The new state, and metrics averaged over the applied updates (``sampler/`` ones from the first, the only on-policy
-      one), NaN without any; ``updates`` counts them, ``updates/not_finite`` those refused for their loss or
-      gradient, and ``not_finite/...`` is what was not finite. Names of other roles' metrics begin with the role's
-      name.
+      one), NaN without any; ``updates`` counts them, ``updates/not_finite`` those refused for their loss or gradient,
+      and ``not_finite/...`` is what was not finite. Names of other roles' metrics begin with the role's name.
     """
     objectives = tuple(objective.name for role in training for objective in role.objectives)
     needed = set().union(*(role.needs for role in training))
@@ -428,11 +412,8 @@ def update_roles(
     coefficients: dict[str, Any],
     rows: dict[str, list[Metrics]],
 ) -> tuple[TrainState, bool]:
-    """Update every role on one minibatch, and append each update's metrics to ``rows``.
-
-    Returns the state, and whether the passes end here. Frozen models are kept out of the updates, so that these are
-    the same programs with and without them.
-    """
+    """Update every role on one minibatch, and append each update's metrics to ``rows``; return the state, and whether
+    the passes end here. Frozen models are kept out of the updates, so that these are the same programs without them."""
     frozen = state.frozen
     state = state._replace(frozen={})
     for role in training:
@@ -448,8 +429,7 @@ def update_roles(
 
 def precompute(state: TrainState, packed: Packed, forward: Forward, names: set[str]) -> dict[str, jax.Array]:
     """Compute the arrays [M, B, T] of these names, at the shapes that the updates use. Experts are replayed for the
-    policy alone.
-    """
+    policy alone."""
     arrays = {}
     for name in sorted(names):
         role, output = PRECOMPUTED[name]
@@ -459,12 +439,10 @@ def precompute(state: TrainState, packed: Packed, forward: Forward, names: set[s
 
 
 def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:
-    """Return the policy's KL for a controller, by one forward pass over all data that it learned from.
-
-    ``controller/kl``: nats per token; ``controller/kl_sequence``: nats per sequence, summed over its tokens; NaN if no
-    token is in the loss. It is the KL to the reference if the batches have its log-probabilities, else to the old
-    policy.
-    """
+    """Return the policy's KL for a controller, by one forward pass over all data that it learned from:
+    ``controller/kl``, nats per token, and ``controller/kl_sequence``, nats per sequence, summed over its tokens; NaN if
+    no token is in the loss. It is the KL to the reference if the batches have its log-probabilities, else to the old
+    policy."""
     model = model_of(state, "policy")
     kl = sum(summed_kl(packed, forward.score(model, packed)) for packed in batches)
     counts = [packed.counts["policy"] for packed in batches]
@@ -475,11 +453,9 @@ def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward)
 
 
 def kl_to_reference(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:
-    """Return ``kl``, the policy's distance in nats per token to a reference that no objective reads.
-
-    It uses forward passes of its own, so that learning is the same bit for bit without it. The estimate is unbiased k3,
-    weighted by policy over sampler; 0 while the policy equals the reference; NaN if no token is in the loss.
-    """
+    """Return ``kl``, the policy's distance in nats per token to a reference that no objective reads. It uses forward
+    passes of its own, so that learning is the same bit for bit without it. The estimate is unbiased k3, weighted by
+    policy over sampler; 0 while the policy equals the reference; NaN if no token is in the loss."""
     kl: Any = 0
     for packed in batches:
         missing = {"old_logp", "ref_logp"} - set(packed.by_token)

@@ -24,8 +24,7 @@ class Yarn:
     Attributes:
       factor: how many times the original length is reached; fast frequencies stay, slow ones are divided by it.
       original_positions: the longest sequence before.
-      fast: turns over that length from which on a frequency stays.
-      slow: turns up to which it is divided.
+      fast: turns over that length from which on a frequency stays; ``slow``: turns up to which it is divided.
       magnitude: factor on rotated queries and keys.
       truncate: the two bounds are rounded outwards to whole frequencies.
     """
@@ -95,13 +94,9 @@ class Attention:
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
-    """RMS normalisation: ``x / rms(x) * weight``.
-
-    Attributes:
-      eps: added to the mean square.
-      plus_one: the weight is stored as its difference from 1 (Gemma).
-      placement: "pre" (before attention and MLP), "post" (after each, OLMo 2) or "both" (Gemma 2 and 3).
-    """
+    """RMS normalisation, ``x / rms(x) * weight``; ``eps`` is added to the mean square. ``plus_one``: the weight is
+    stored less 1 (Gemma). ``placement``: "pre" (before attention and MLP), "post" (after each, OLMo 2) or "both" (Gemma
+    2 and 3)."""
 
     eps: float = 1e-5
     plus_one: bool = False
@@ -149,14 +144,9 @@ class Lora(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class Embeddings:
-    """Token embeddings and the LM head.
-
-    Attributes:
-      tied: the LM head is the embedding.
-      scale: embeddings are multiplied by it (Gemma: sqrt(D)).
-      logit_softcap: logits become softcap * tanh(logits / softcap); None means off.
-      logit_divisor: logits are divided by it (Granite).
-    """
+    """Token embeddings, multiplied by ``scale`` (Gemma: sqrt(D)), and the LM head, the same if ``tied``. Logits are
+    divided by ``logit_divisor`` (Granite), and become c * tanh(logits / c) with c = ``logit_softcap``; None means
+    off."""
 
     tied: bool = False
     scale: float = 1.0
@@ -233,12 +223,11 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ComputeOptions:
-    """Choices that change speed and memory, and results by rounding only.
-
-    No field is read from the machine that traces a program: a program for a TPU can be compiled without a TPU.
+    """Choices that change speed and memory, and results by rounding only. No field is read from the machine that traces
+    a program: a program for a TPU can be compiled without a TPU.
 
     Attributes:
-      dtype: dtype of matrix products and activations.
+      dtype: of matrix products and activations.
       remat: "none", "full" or "dots": what the backward pass recomputes (``decoder.REMAT``).
       attention: "xla", "splash", "triton" or "cudnn".
       unroll: every layer has its own part of the program; otherwise one loop body serves all.

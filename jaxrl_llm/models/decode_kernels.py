@@ -1,8 +1,6 @@
-"""Decode attention by length: which columns of a cache are live, and the kernels that read them on TPUs and GPUs.
-
-Lengths are data, so one program serves rows of every length. CPUs have the plain form. The kernels take the cache of
-all layers and the number of one: a layer is never cut out of it.
-"""
+"""Decode attention by length: which columns of a cache are live, and the kernels that read them on TPUs and GPUs; CPUs
+have the plain form. Lengths are data, so one program serves rows of every length. The kernels take the cache of all
+layers and the number of one: a layer is never cut out of it."""
 
 import dataclasses
 import functools
@@ -25,8 +23,7 @@ LANES, SUBLANES = 128, 8
 
 GPU_BLOCK, GPU_SPAN, GPU_ROWS = 64, 2048, 16
 """Columns that a GPU's kernel reads at once, and the most that one of its programs reads: a long row has several; and
-least queries of a program, those of a tensor core.
-"""
+least queries of a program, those of a tensor core."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,13 +47,8 @@ def column_range(limit: jax.Array, newest: jax.Array, window: Any) -> ColumnRang
 
 
 class PartialAttention(NamedTuple):
-    """Attention of queries over some of their columns, float32.
-
-    Attributes:
-      top: [B, K, M, 1], the largest score.
-      mass: [B, K, M, 1], the sum of exp(score - top).
-      mixed: [B, K, M, H], the values weighted by exp(score - top).
-    """
+    """Attention of queries over some of their columns, float32: ``top`` [B, K, M, 1], the largest score; ``mass`` [B,
+    K, M, 1], the sum of exp(score - top); ``mixed`` [B, K, M, H], the values weighted by exp(score - top)."""
 
     top: jax.Array
     mass: jax.Array
@@ -126,8 +118,7 @@ class ReadPlan(NamedTuple):
     Attributes:
       seen: [E, lanes], of each lane; [E, 1] without lanes.
       order: ``ReadOrder`` of a TPU; of a GPU the first live block of each row and the end of these, int32[E].
-      lanes: int32[E, lanes], the row of queries that a lane of the cache's row serves, negative if none; None if each
-        row of queries reads the cache's row of its own number.
+      lanes: int32[E, lanes], the row of queries that each serves, negative if none; None: row i serves queries i.
       served: bool[B], whether a lane serves the row of queries; None without lanes.
     """
 
@@ -148,9 +139,7 @@ def read_plan(form: ByLength, seen: ColumnRange, columns: int, lanes: Any = None
 
 def read_order(seen: ColumnRange, block: int, each: int, sparse: bool = False) -> ReadOrder:
     """Return the reads of rows of ``each`` blocks: the rows in order, every other in a half where a chip has two cores.
-
-    A row without a visible column still has one step, which reads nothing; none if ``sparse``.
-    """
+    A row without a visible column still has one step, which reads nothing; none if ``sparse``."""
     halves = halves_of(len(seen.limit))
     first, count = (x.reshape(-1, halves).T for x in live_blocks(seen, block))
     rows = first.shape[1]
@@ -210,19 +199,16 @@ def attend_by_length(
     plan: ReadPlan,
     chunk: Any = None,
 ) -> list[PartialAttention]:
-    """Attend over live columns of one layer of a cache.
+    """Attend over live columns of one layer of a cache. Returns parts of the result, whose columns are disjoint;
+    ``top`` of a query without a column is ``MASKED``.
 
     Args:
       form: the kernels.
-      config: of the attention.
       q: [B, K, M, H].
       cache: k [L, E, K, H, S] and v [L, E, K, S, H], S of whole blocks; without lanes its first B rows are read.
       layer: int32[].
       plan: of the cache's rows.
       chunk: ``ChunkColumns``, to be read too, where ``reads_chunk``; only without lanes.
-
-    Returns:
-      Parts of the result, whose columns are disjoint; ``top`` of a query without a column is ``MASKED``.
     """
     arguments = config, q, cache, layer, plan
     on_tpu = form.platform == "tpu"
@@ -268,8 +254,7 @@ def _add_columns(
 
 class Tile(NamedTuple):
     """Sizes of what a TPU's kernel works on: rows of the cache, blocks of each, columns of a block, queries of a row.
-    Values with heads narrower than a TPU's tile are ``turned``: in memory their columns are last.
-    """
+    Values with heads narrower than a TPU's tile are ``turned``: in memory their columns are last."""
 
     rows: int
     each: int
@@ -280,8 +265,7 @@ class Tile(NamedTuple):
 
 def _add_block(config: Attention, tile: Tile, first: jax.Array, inputs: Sequence[Any], sums: Sequence[Any]) -> None:
     """Add the block that begins with column ``first`` to the sums [K, M, ..] of all heads, references of Pallas.
-    ``inputs``: queries [K, M, H], keys, values, and the bounds of what each query sees.
-    """
+    ``inputs``: queries [K, M, H], keys, values, and the bounds of what each query sees."""
     q, k, v, least, limit = inputs
     columns = first + jax.lax.broadcasted_iota(jnp.int32, (tile.queries, tile.block), 1)
     visible = (columns >= least[0]) & (columns < limit[0])
@@ -413,9 +397,7 @@ def _attend_tpu(
 
 def _gpu_kernel(config: Attention, width: int, count: int, size: int, lane_count: int, total: int, *refs: Any) -> None:
     """Attend over one span of columns of one head of a row of the cache, for all rows of queries that read it.
-
-    ``width``: columns of a block. ``count``: queries of a row, ``size`` the next power of two, ``total`` of the call.
-    """
+    ``width``: columns of a block. ``count``: a row's queries, ``size`` the next power of two, ``total`` the call's."""
     layer, first, end, lanes, q, k, v, least, limit, *chunk = refs[:-3]
     row, head, span = (pl.program_id(axis) for axis in range(3))
     each = jnp.arange(lane_count * size, dtype=jnp.int32)

@@ -4,13 +4,9 @@ A decode call of C steps reads ``Cache`` and writes column i of a chunk buffer a
 so nothing large is copied per step; ``flush`` moves the chunk into the cache once per call. Rows that share a prefix
 may read it from one block: its keys and values then pass through memory once for all of them.
 
-The key/value cache of the sampler: its layout, and how rows of it are written in place.
-
 Column s of a row holds the row's position s, whatever slot or time it was filled at: the numbers never depend on
-neighbouring rows. The cache may have more rows and columns than a call reads: it is allocated once, at the largest
-size it may need.
-
-Keys have their columns last, so that the scores of one query are plain matrix products: twice as fast on CPUs.
+neighbouring rows. The cache may have more rows and columns than a call reads: it is allocated once, at the largest size
+it may need. Keys have their columns last: the scores of one query are plain matrix products, twice as fast on CPUs.
 """
 
 import functools
@@ -30,10 +26,8 @@ from jaxrl_llm.sharding import BATCH, constrain, fit_spec, head_copies
 
 
 class Cache(NamedTuple):
-    """Keys [L, B, K, H, S] and values [L, B, K, S, H]; column s of a row holds its position s.
-
-    On a mesh whose ``tensor`` is no divisor of K, each head is there several times (``head_copies``).
-    """
+    """Keys [L, B, K, H, S] and values [L, B, K, S, H]; column s of a row holds its position s. On a mesh whose
+    ``tensor`` is no divisor of K, each head is there several times (``head_copies``)."""
 
     k: Any
     v: Any
@@ -45,8 +39,7 @@ class Cache(NamedTuple):
 
 
 def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cache:
-    """Return a cache of zeros for ``rows`` sequences of up to ``columns`` positions, on the mesh set by
-    ``jax.set_mesh``."""
+    """Return a cache of zeros on ``jax.set_mesh``'s mesh, for ``rows`` sequences of up to ``columns`` positions."""
     heads = config.attention.kv_heads
     outer = (config.layers, rows, heads * head_copies(heads))
     width = config.attention.head_dim
@@ -63,12 +56,10 @@ def with_columns(cache: Cache, count: int) -> Cache:
 
 
 def read_layer(cache: Cache, layer: Cache, index: Any, rows: int, columns: int, parts: int = 1) -> Cache:
-    """Return keys [rows, K, H, columns] and values [rows, K, columns, H] of one layer: the first rows of each part.
-
-    ``layer``: as a loop over layers slices it: CPUs are fastest with a part of that, where TPUs would copy the whole
-    layer to read a part. ``index``: the layer's number; not a tracer in a program with every layer written out.
-    ``parts``: into which the mesh divides the cache's rows; each device reads its own.
-    """
+    """Return keys [rows, K, H, columns] and values [rows, K, columns, H] of one layer: the first rows of each of the
+    ``parts`` into which the mesh divides the cache's rows. ``layer``: as a loop over layers slices it: CPUs are fastest
+    with a part of that, where TPUs would copy all of it to read a part. ``index``: the layer's number; not a tracer in
+    a program with every layer written out."""
     if (rows, columns) == (len(layer.v), layer.v.shape[2]):
         return layer
 
@@ -112,10 +103,8 @@ def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
 
 
 def insert(cache: Cache, new: Cache, source: jax.Array, start: jax.Array) -> Cache:
-    """Return the cache with row b overwritten by row ``source[b]`` of ``new``, from column ``start[b]`` on.
-
-    Rows with a negative source stay. Columns beyond those given hold anything: they are invalid until written.
-    """
+    """Return the cache with row b overwritten by row ``source[b]`` of ``new``, from column ``start[b]`` on. Rows with a
+    negative source stay. Columns beyond those given hold anything: they are invalid until written."""
     first = jnp.argsort(source < 0, stable=True)
 
     def writing(i: jax.Array, cache: Cache) -> tuple[Cache, Any, Any]:
@@ -130,15 +119,10 @@ def insert(cache: Cache, new: Cache, source: jax.Array, start: jax.Array) -> Cac
 def insert_divided(
     cache: Cache, new: Cache, source: jax.Array, start: jax.Array, needed: jax.Array, axes: tuple[str, ...]
 ) -> Cache:
-    """Insert inside ``shard_map``: ``cache`` has the device's own rows, and ``new`` its part of the given ones.
-
-    Args:
-      source: int32[rows of the cache], indices into all given rows.
-      start: as in ``insert``.
-      needed: int32[all given rows], those that any device reads, then negative numbers. They are broadcast one by one,
-        so that no device ever holds all of them.
-      axes: mesh axes that divide the given rows.
-    """
+    """Insert inside ``shard_map``: ``cache`` has the device's own rows, and ``new`` its part of the given ones, which
+    mesh ``axes`` divide. ``source`` int32[rows of the cache], indices into all given rows, and ``start``: as in
+    ``insert``. ``needed``: int32[all given rows], those that any device reads, then negative numbers; they are
+    broadcast one by one, so that no device ever holds all of them."""
     count = new.v.shape[1]
     first = jax.lax.axis_index(axes) * count
 
@@ -170,9 +154,7 @@ def _row(cache: Cache, row: jax.Array) -> Cache:
 
 def _write_rows(cache: Cache, count: Any, writing: Callable[[jax.Array, Cache], tuple[Cache, Any, Any]]) -> Cache:
     """Write ``new`` into a row from a column on, where (new, row, column) = writing(i, cache), for each i below count.
-
-    A loop updates the cache in place; a scatter of all rows at once copies it (on TPUs twice).
-    """
+    A loop updates the cache in place; a scatter of all rows at once copies it (on TPUs twice)."""
 
     def body(i: jax.Array, cache: Cache) -> Cache:
         new, row, column = writing(i, cache)
@@ -203,7 +185,7 @@ class SharedPrefix(NamedTuple):
 
 
 def shared_prefix(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, width: int) -> SharedPrefix:
-    """Build a SharedPrefix with blocks of ``width`` lanes; in ``lanes`` int32[B] a row without a block has one beyond
+    """Build a SharedPrefix with blocks of ``width`` lanes; in ``lanes`` int32[B] rows without a block have one beyond
     all."""
     lanes = lanes.reshape(parts, -1)
     count = cache.v.shape[1] // parts * width
@@ -221,16 +203,13 @@ def _gather_by_part(x: jax.Array, index: jax.Array, count: int) -> jax.Array:
 def extend(
     model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array
 ) -> tuple[Cache, jax.Array | None]:
-    """Compute keys and values of the next C tokens of every row.
+    """Compute keys and values of the next C tokens of every row. Returns a cache of C columns, and the experts of each
+    token, [P, C, L, k]; None for a dense model.
 
     Args:
-      model: the decoder.
       cache: read only; row p is valid below ``lengths[p]``. None for an empty one.
       lengths: int32[P].
       tokens: int32[P, C], from position ``lengths`` on; padding on the right changes nothing before it.
-
-    Returns:
-      A cache of C columns, and the experts of each token, [P, C, L, k]; None for a dense model.
     """
     config = model.config
     count = tokens.shape[1]
@@ -274,10 +253,10 @@ def decode(
     width: int | None = None,
     form: ByLength | None = None,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
-    """Decode one token for every row.
+    """Decode one token for every row. Returns final hidden states [B, D], the chunk with the new column, and the
+    experts [B, L, k], or None for a dense model.
 
     Args:
-      model: the decoder.
       cache: read only; row b is valid below ``lengths[b]``. It may have more rows: the first of each part are read.
       chunk: a cache of C columns, valid below column ``step``; this call writes column ``step``.
       step: int32[], 0 <= step < C.
@@ -286,9 +265,6 @@ def decode(
       prefix: the shared prefixes in front of column 0, or None.
       width: upper bound of the cache's columns in use; None for all.
       form: kernels that read the live columns of each row alone; None reads ``width`` columns of all rows.
-
-    Returns:
-      Final hidden states [B, D], the chunk with the new column, and the experts [B, L, k], or None for a dense model.
     """
     config = model.config
     positions = lengths + step + (0 if prefix is None else prefix.lengths)
@@ -403,8 +379,7 @@ def _attend_live(
     config: ModelConfig, cache: Cache, prefix: SharedPrefix | None, places: Places, form: ByLength
 ) -> Callable[..., list[PartialAttention]]:
     """Return the attention of a layer over the live columns of each row and of its shared prefix, and perhaps over the
-    chunk; each device reads its own rows and heads.
-    """
+    chunk; each device reads its own rows and heads."""
     mesh = jax.sharding.get_abstract_mesh()
     windows = layers.layer_windows(config)
     kinds = sorted(set(windows))
@@ -442,9 +417,7 @@ def _attend_live(
 
 def _read_plans(form: ByLength, kinds: Sequence[int], width: int, places: Places, *blocks: Any) -> list[ReadPlan]:
     """Return what the kernels read of a device's rows, and of its blocks if it has any, for each kind of window.
-
-    ``width``: columns of the cache. ``blocks``: their cache, rows, lanes and lengths, as in ``SharedPrefix``.
-    """
+    ``width``: columns of the cache. ``blocks``: their cache, rows, lanes and lengths, as in ``SharedPrefix``."""
     columns, newest, positions = places
     plans = []
     for window in kinds:

@@ -1,10 +1,7 @@
-"""The model families: how each one's config.json and tensor names map to ours, and back.
+"""The model families: how each one's config.json and tensor names map to ours, and back, by the same tables.
 
-A family is one value in ``FAMILIES``, keyed by Hugging Face's ``model_type``. Every fact is declared once: the same
-tables serve reading and writing. To add a family, add one entry (and new axes or rules only for new features of the
-decoder).
-
-Sources: the ``configuration_*`` and ``modeling_*`` files of transformers for each family.
+A family is one value in ``FAMILIES``, keyed by Hugging Face's ``model_type``. To add one, add an entry (and new axes or
+rules only for new features of the decoder). Sources: transformers' ``configuration_*`` and ``modeling_*`` files.
 """
 
 import dataclasses
@@ -23,8 +20,8 @@ class Tensor:
     """One named tensor of a checkpoint and its place in our parameters.
 
     Attributes:
-      name: Hugging Face's name; a first ``{}`` stands for the layer, a second one for the expert. Such tensors are
-        stacked over L, or over L and E, in ours.
+      name: Hugging Face's; a first ``{}`` stands for the layer, a second one for the expert. Such tensors are stacked
+        over L, or over L and E, in ours.
       path: our dotted path.
       hf_axes: axis letters of the stored tensor, one word per axis; a word of two letters is two merged axes, and ``1``
         an axis of size 1 that ours does not have.
@@ -54,12 +51,8 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """A tensor that is read on demand.
-
-    Attributes:
-      shape: shape of the whole tensor.
-      part: reads a tuple of slices (start and stop, one for each dimension) as a floating NumPy array.
-    """
+    """A tensor that is read on demand: ``shape`` is the whole one's, and ``part`` reads a tuple of slices (start and
+    stop, one for each dimension) as a floating NumPy array."""
 
     shape: tuple[int, ...]
     part: Callable[[tuple[slice, ...]], np.ndarray]
@@ -71,14 +64,9 @@ class StoredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """A tensor of a checkpoint that holds several of ours; reading splits it, and writing joins it.
-
-    Attributes:
-      name: Hugging Face's name, with ``{}`` for the layer.
-      parts: the names of the ``Tensor`` values that it holds.
-      axis: of the stored tensor, along which they follow each other.
-      alternating: they alternate along it one by one, in place of one after the other.
-    """
+    """A tensor of a checkpoint that holds several of ours; reading splits it, and writing joins it. ``name`` is Hugging
+    Face's, with ``{}`` for the layer; ``parts`` are the names of its ``Tensor`` values, which follow each other along
+    ``axis`` of the stored tensor, or with ``alternating`` take turns there one by one."""
 
     name: str
     parts: tuple[str, ...]
@@ -163,10 +151,9 @@ class Family:
       model_type: Hugging Face's key.
       architecture: the class that transformers loads.
       classifier: the class that transformers loads for a reward model; "" where it has none.
-      defaults: every attribute that config.json may set and the model obeys, with the value that holds where it
-        is left out (``REQUIRED``: it must be there). Any other attribute must be harmless or switched off.
+      defaults: every attribute that config.json may set and the model obeys, with the value where it is left out
+        (``REQUIRED``: it must be there). Any other attribute must be harmless or switched off.
       constants: fields of ModelConfig, dotted, that every member shares.
-      tensors: the tensors of a checkpoint.
       slides: (attributes, layer) -> whether the layer has a window, where ``layer_types`` is missing.
       scaled_embedding: embeddings are multiplied by sqrt(D).
       required: further attributes that must have the value here, since the tensors imply it.
@@ -389,10 +376,7 @@ def family_of(model_type: Any) -> Family:
 
 
 def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
-    """Return the tensors that a checkpoint of this model holds; tied models have no LM head of their own.
-
-    ``scalar``: it is a reward model.
-    """
+    """Return the tensors that a checkpoint of this model, a reward model if ``scalar``, holds: no LM head if tied."""
     absent = {"head"} if scalar or config.embeddings.tied else set()
     absent |= set() if config.attention.biased else {tensor.path for tensor in BIASES}
     tensors = tuple(tensor for tensor in FAMILIES[config.family].tensors if tensor.path not in absent)

@@ -1,7 +1,7 @@
 """Attention over packed rows as kernels for GPUs, which Pallas lowers to Triton; no array has a row's length twice.
 
-The mask is a value of three numbers for each query (``spans``). A block of queries reads the blocks of keys that one of
-them sees, and no others: of a group with a shared prompt those of the prompt and of its own completion (the tiles of
+The mask is three numbers for each query (``spans``). A block of queries reads the blocks of keys that one of them sees,
+and no others: of a group with a shared prompt those of the prompt and of its own completion (the tiles of
 FlashAttention, arXiv 2307.08691). Sums are float32, and added in one order in every run.
 """
 
@@ -16,13 +16,8 @@ LOWEST = -1e30
 
 
 class Kernel(NamedTuple):
-    """Static options of the kernels.
-
-    Attributes:
-      scale: factor of the scores.
-      softcap: cap of the scores, or None.
-      interpret: whether XLA computes what a GPU would, for tests.
-    """
+    """Static options of the kernels: factor (``scale``) and cap (``softcap``, or None) of the scores; ``interpret``:
+    whether XLA computes what a GPU would, for tests."""
 
     scale: float
     softcap: float | None
@@ -42,14 +37,13 @@ FORWARD, BACKWARD = Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)
 
 
 def spans(group: jax.Array, branch: jax.Array, positions: jax.Array, window: jax.Array | int) -> jax.Array:
-    """Return the keys that each query of packed rows sees, from ``TokenRows``' arrays int32[B, S].
+    """Return the keys that each query of packed rows sees, from ``TokenRows``' arrays int32[B, S], as int32[B, 3, S]:
+    begin and end of the shared prompt's columns, and the begin of those of the query's own branch, which end with
+    itself; only what is inside the ``window`` (tokens that a query sees, itself included; 0 for all). Padding sees
+    nothing.
 
     A group's columns must follow each other, its prompt (branch 0) first and each branch in one piece, as packing lays
-    them. ``window``: tokens that a query sees, itself included; 0 for all.
-
-    Returns:
-      int32[B, 3, S]: begin and end of the shared prompt's columns, and the begin of those of the query's own branch,
-      which end with itself; only what is inside the window. Padding sees nothing.
+    them.
     """
     columns = jnp.broadcast_to(jnp.arange(group.shape[1], dtype=jnp.int32), group.shape)
     changes = jnp.pad(group[:, 1:] != group[:, :-1], ((0, 0), (1, 0)), constant_values=True)
@@ -68,10 +62,7 @@ def spans(group: jax.Array, branch: jax.Array, positions: jax.Array, window: jax
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def packed_attention(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, seen: jax.Array) -> jax.Array:
-    """Attend q [B, S, N, H] over k and v [B, S, K, H], N a multiple of K; a query that sees nothing gives 0.
-
-    ``seen``: from ``spans``.
-    """
+    """Attend q [B, S, N, H] over k, v [B, S, K, H], K dividing N, by ``spans``; a query that sees nothing gives 0."""
     return _packed_forward(kernel, q, k, v, seen)[0]
 
 

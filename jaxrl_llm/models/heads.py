@@ -1,8 +1,5 @@
-"""The last layers of a model: the LM head, as log-probabilities of chosen tokens, and a scalar head.
-
-Log-probability and entropy are computed without ever holding all logits, with a custom backward pass. A critic or a
-reward model is a decoder with a scalar head in place of its LM head.
-"""
+"""The last layers of a model: the LM head, as log-probabilities of chosen tokens, or a critic's and a reward model's
+scalar head. Log-probability and entropy never hold all logits, by a custom backward pass."""
 
 import dataclasses
 import functools
@@ -23,12 +20,8 @@ from jaxrl_llm.sharding import BATCH, constrain
 
 
 class ScalarModel(nnx.Module):
-    """A decoder with one number for each position; build it with ``with_scalar_head``.
-
-    Attributes:
-      decoder: computes the hidden states; it has no LM head, except embeddings that were tied to one.
-      weights: ``scalar`` [D].
-    """
+    """A decoder with one number for each position; build it with ``with_scalar_head``. Its ``decoder`` has no LM head,
+    except embeddings that were tied to one; ``weights`` has ``scalar`` [D]."""
 
     def __init__(self, decoder: Decoder, parameters: dict[str, Any]):
         self.decoder = decoder
@@ -57,11 +50,8 @@ def with_scalar_head(decoder: Decoder, scalar: Any = None) -> ScalarModel:
 
 
 def random_scalar_head(decoder: Decoder, seed: int) -> jax.Array:
-    """Draw the first head [D] of a new reward model: normal numbers determined by the seed.
-
-    Their standard deviation is that of transformers, and so of TRL. Scores begin near 0 and differ with the seed, as do
-    the models of an ensemble that learn from the same rows in the same order.
-    """
+    """Draw the first head [D] of a new reward model by the seed: normal numbers with the deviation of transformers and
+    TRL. Scores begin near 0; models of an ensemble differ, though they learn from the same rows in the same order."""
     key = jax.random.fold_in(jax.random.key(seed), 2)  # a run draws its adapters by the seed itself, and by 1
     head = 0.02 * jax.random.normal(key, (decoder.config.width,), jnp.float32)
     return head.astype(decoder.weights.embed.dtype)
@@ -82,8 +72,7 @@ def scalars(model: ScalarModel, hidden: jax.Array) -> jax.Array:
 
 def scores(model: ScalarModel, tokens: Any, lengths: Any) -> jax.Array:
     """Compute a reward model's scores, the numbers at the last tokens, of right-padded sequences: array-like int[B, T],
-    int[B] -> float32[B]. For tests and tools; InputError for a length outside 1 to T.
-    """
+    int[B] -> float32[B]. For tests and tools; InputError for a length outside 1 to T."""
     tokens = np.asarray(tokens, np.int32)
     lengths = np.asarray(lengths, np.int32)
     if np.any(lengths < 1) or np.any(lengths > tokens.shape[1]):
@@ -123,14 +112,9 @@ class Head:
 
 
 class Targets(NamedTuple):
-    """The tokens to compute log-probabilities of, P parts of N positions.
-
-    Attributes:
-      targets: int32[P, N].
-      kept_tokens: uint32[P, N, ceil(V / 32)] as in ``token_logprobs``, or None.
-      temperature: scalar, of the logits' dtype.
-      chunks: int32[], number of leading chunks of each part that are computed.
-    """
+    """The tokens to compute log-probabilities of, P parts of N positions: ``targets`` int32[P, N]; ``kept_tokens`` as
+    in ``token_logprobs``; ``temperature``, of the logits' dtype; ``chunks`` int32[], leading ones of each part to
+    compute."""
 
     targets: Any
     kept_tokens: Any
@@ -149,7 +133,8 @@ def token_logprobs(
     entropy_gradient: bool = True,
     keep: int = MAX_SAVED_LOGITS,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute the log-probability of each target and the entropy of the full distribution, at the sampling temperature.
+    """Compute the log-probability of each target and the entropy of the full distribution, at the sampling temperature:
+    ``logp`` and ``entropy``, float32[P, N], in nats.
 
     Where the sampler truncated its distribution, ``kept_tokens`` marks the tokens it kept: the log-probability is then
     that of the target among those (DeepSeek-V3.2, arXiv 2512.02556, section 3.1), for policies that have moved too. The
@@ -158,8 +143,8 @@ def token_logprobs(
 
     The LM head runs over ``chunk`` positions of each part at a time, and once more in the backward pass, which forms
     the logits' gradient ``g (onehot - p) - h p (log p + H)`` from the saved logsumexp. Memory does not grow with N * V
-    above ``keep`` bytes; up to there the logits of a single chunk are kept and computed once.
-    The parts are what a mesh divides: each sums the head's gradient by itself, and the sums meet once at the end.
+    above ``keep`` bytes; up to there the logits of a single chunk are kept and computed once. The parts are what a mesh
+    divides: each sums the head's gradient by itself, and the sums meet once at the end.
 
     Args:
       model: gives the LM head.
@@ -167,14 +152,10 @@ def token_logprobs(
       targets: int32[P, N].
       temperature: logits are divided by it; above 0, not differentiated.
       chunk: positions at a time.
-      kept_tokens: uint32[P, N, ceil(V / 32)], token v as bit v % 32 of word v // 32; a row of zeros keeps everything.
-        None cuts nothing.
+      kept_tokens: uint32[P, N, ceil(V / 32)], token v as bit v % 32 of word v // 32; zeros or None keep everything.
       count: int32[]; positions from there on in every part are not computed and give 0. None computes all.
       entropy_gradient: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
       keep: the most bytes of a part's logits that are kept for the backward pass.
-
-    Returns:
-      ``logp`` and ``entropy``, float32[P, N], in nats.
     """
     total = hidden.shape[1]
     saves = saves_logits(total, chunk, model.config.vocab_size, keep)
@@ -287,11 +268,9 @@ def head_gradients(
     slopes: Callable[[jax.Array, Any], jax.Array],
     logits: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, jax.Array]:
-    """Return the gradients to hidden states [P, N, D] and to the head, a chunk of positions at a time.
-
-    ``slopes`` maps a chunk's logits over the temperature [P, C, V], and its part of ``aux`` [P, N, ...], to the
-    derivatives by those. ``logits``: [P, N, V] in a list if the forward pass kept them; else they are computed again.
-    """
+    """Return the gradients to hidden states [P, N, D] and to the head, a chunk of positions at a time. ``slopes`` maps
+    a chunk's logits over the temperature [P, C, V], and its part of ``aux`` [P, N, ...], to the derivatives by those.
+    ``logits``: [P, N, V] in a list if the forward pass kept them; else they are computed again."""
     letters = static.letters[4:6]
 
     def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -342,9 +321,8 @@ def unpack_kept(words: jax.Array, vocab: int) -> jax.Array:
 
 
 class TeacherStates(NamedTuple):
-    """A teacher of whole distributions: its final ``hidden`` states [P, N, D'], and ``model`` with its LM head.
-    Tokens that both models have are compared, so that one vocabulary may be padded.
-    """
+    """A teacher of whole distributions: its final ``hidden`` states [P, N, D'], and ``model`` with its LM head. Tokens
+    that both models have are compared, so that one vocabulary may be padded."""
 
     model: Decoder
     hidden: Any
@@ -352,8 +330,7 @@ class TeacherStates(NamedTuple):
 
 class TopTokens(NamedTuple):
     """A teacher's most likely tokens at each position: different ``ids`` int32[P, N, k]; ``logp`` float32[P, N, k + 1]
-    of these, and of all others together.
-    """
+    of these, and of all others together."""
 
     ids: Any
     logp: Any
@@ -386,18 +363,15 @@ def token_divergence(
     chunk: int = CHUNK,
     count: jax.Array | int | None = None,
 ) -> jax.Array:
-    """Compute the divergence from the teacher at each position, float32[P, N], nats.
-
-    Both LM heads run over ``chunk`` positions of each part at a time, and once more in the backward pass: memory does
-    not grow with N * V. The gradient reaches ``model`` and ``hidden``, and nothing of the teacher.
+    """Compute the divergence from the teacher at each position, float32[P, N], nats. The gradient reaches ``model``,
+    which gives the LM head, and ``hidden``, and nothing of the teacher. Both LM heads run over ``chunk`` positions of
+    each part at a time, and once more in the backward pass: memory does not grow with N * V.
 
     Args:
       divergence: which one, and whether over all tokens or the teacher's most likely ones.
-      model: gives the LM head.
       hidden: final hidden states [P, N, D].
       teacher: ``TopTokens`` where ``divergence.top_k`` is above 0.
       temperature: the logits of both are divided by it.
-      chunk: positions at a time.
       count: int32[]; positions from there on in every part are not computed and give 0. None computes all.
     """
     total = hidden.shape[1]

@@ -1,7 +1,5 @@
-"""The parts of a decoder layer as functions of arrays; sums and softmax are float32 whatever the weights are.
-
-Attention over packed rows has several backends; the plain XLA form is the reference for the others.
-"""
+"""The parts of a decoder layer as functions of arrays; sums and softmax are float32 whatever the weights are. Attention
+over packed rows has several backends; the plain XLA form is the reference for the others."""
 
 import functools
 from collections.abc import Callable
@@ -23,13 +21,10 @@ MASKED = -1e30
 
 
 def product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
-    """Compute ``einsum`` of two arrays with float32 sums and result (float64 for float64), whatever their dtypes.
-
-    XLA's CPU programs refuse two bfloat16 operands with a float32 result in some layouts, at run time. There the
-    operands are float32 first, which loses nothing: float32 holds the product of two bfloat16 numbers. The choice is
-    made where a program is lowered, so that others keep their mixed products, and can be compiled where they cannot
-    run.
-    """
+    """Compute ``einsum`` of two arrays with float32 sums and result (float64 for float64), whatever their dtypes. XLA's
+    CPU programs refuse two bfloat16 operands with a float32 result in some layouts, at run time: there operands are
+    float32 first, which loses nothing. The choice is made at lowering, so that other platforms keep their mixed
+    products, and programs compile where they cannot run."""
     return _einsum_bfloat16(letters, x, y) if jnp.bfloat16 in (x.dtype, y.dtype) else _einsum_wide(letters, x, y)
 
 
@@ -60,11 +55,8 @@ _einsum_bfloat16.defvjp(lambda letters, x, y: (_einsum_bfloat16(letters, x, y), 
 
 @jax.custom_vjp
 def project(x: jax.Array, w: jax.Array) -> jax.Array:
-    """Multiply x [B, S, D] by w [D, ...].
-
-    The custom gradient of the weights is the same product with its operands swapped: the gradient that JAX derives made
-    CPUs transpose the wide gradient of an MLP, and compute the activation's twice for it.
-    """
+    """Multiply x [B, S, D] by w [D, ...]. The custom gradient of the weights is the same product with its operands
+    swapped: JAX's own made CPUs transpose the wide gradient of an MLP, and compute the activation's twice for it."""
     return jnp.tensordot(x, w, 1)
 
 
@@ -79,9 +71,7 @@ project.defvjp(lambda x, w: (jnp.tensordot(x, w, 1), (x, w)), _project_backward)
 
 def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
     """Compute ``x / rms(x) * weight`` in float32 and return it in x's dtype; the mean is over the axes of the weight.
-
-    OLMo 2 normalises all heads [N, H] as one vector.
-    """
+    OLMo 2 normalises all heads [N, H] as one vector."""
     wide = x.reshape(*x.shape[: x.ndim - weight.ndim], -1).astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + norm.eps)
     scale = weight.reshape((1,) * (wide.ndim - 1) + (-1,)).astype(jnp.float32) + (1.0 if norm.plus_one else 0.0)
@@ -89,12 +79,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
 
 
 def attention_scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
-    """Compute scaled, soft-capped attention scores, float32.
-
-    q: [B, S, K, N / K, H]; k: [B, K, H, Z]; returns [B, K, S, N / K, Z], the order of the product: another order
-    costs a transposition in both passes. A single query per row is q [B, K, N / K, H] and gives [B, K, N / K, Z]: a
-    query axis of size 1 made these products four times as slow on CPUs.
-    """
+    """Compute scaled, soft-capped attention scores, float32: of q [B, S, K, N / K, H] and k [B, K, H, Z] they are [B,
+    K, S, N / K, Z], the order of the product: another costs a transposition in both passes. A single query per row is q
+    [B, K, N / K, H] and gives [B, K, N / K, Z]: a query axis of size 1 made it four times as slow on CPUs."""
     letters = "bskgh,bkhz->bksgz" if q.ndim == 5 else "bkgh,bkhz->bkgz"
     return softcap(product(letters, q, k) * attention.factor, attention.softcap)
 
@@ -105,8 +92,8 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 
 def attention_weights(s: jax.Array, seen: jax.Array, sinks: jax.Array | None) -> jax.Array:
-    """Return the softmax of scores s [B, K, S, N / K, Z] where ``seen``, over the keys and the head's sink, a score [K,
-    N / K] that has no value."""
+    """Return the softmax of scores s [B, K, S, N / K, Z] where ``seen``, over keys and sinks [K, N / K], which have no
+    value."""
     s = jnp.where(seen, s, MASKED)
     if sinks is None:
         return jax.nn.softmax(s, axis=-1)
@@ -130,12 +117,9 @@ BLOCKS = (512, 256, 128)
 
 
 class TokenRows(NamedTuple):
-    """Packed token rows; int32[R, S] each. Group 0 is padding.
-
-    A token sees earlier tokens of its row with the same group and either branch 0 (a prompt shared by the group) or its
-    own branch. ``positions`` count along the path of each branch, so a prompt appears once, with any number of
-    completions after it.
-    """
+    """Packed token rows; int32[R, S] each. Group 0 is padding. A token sees earlier tokens of its row with the same
+    group and either branch 0 (a prompt shared by the group) or its own branch. ``positions`` count along the path of
+    each branch, so a prompt appears once, with any number of completions after it."""
 
     tokens: Any
     positions: Any
@@ -144,14 +128,9 @@ class TokenRows(NamedTuple):
 
 
 def attention_over(rows: TokenRows, config: Attention, compute: ComputeOptions) -> Callable[..., jax.Array]:
-    """Return the attention function of every layer over these rows.
-
-    It maps (q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], window int32[], sinks) to [B, S, K, N / K, H].
-    Window 0 sees everything; sinks are those of ``attention_weights``, which the plain form alone computes.
-
-    Raises:
-      InputError: rows of a length that splash attention cannot divide.
-    """
+    """Return the attention function of every layer over these rows: (q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S,
+    H], window int32[], sinks) -> [B, S, K, N / K, H]. Window 0 sees everything; sinks (see ``attention_weights``) are
+    for the plain form alone. InputError: rows of a length that splash attention cannot divide."""
     if config.sinks and compute.attention != "xla":
         raise InputError(
             f"learner.compute.attention {compute.attention!r} has no sinks, which this model has: use 'xla'"
@@ -335,11 +314,9 @@ Rotation = tuple[jax.Array, jax.Array]
 
 
 def layer_constants(config: ModelConfig) -> tuple[Rotation, jax.Array]:
-    """Return each layer's ``Rotation``, stacked over L, and sliding windows int32[L].
-
-    Linear scaling divides all frequencies; Llama-3's and YaRN's keep short wavelengths and blend in between. Layers
-    with a window and a base of their own are not scaled; those that do not rotate have frequencies of 0.
-    """
+    """Return each layer's ``Rotation``, stacked over L, and sliding windows int32[L]. Linear scaling divides all
+    frequencies; Llama-3's and YaRN's keep short wavelengths and blend in between. Layers with a window and a base of
+    their own are not scaled; those that do not rotate have frequencies of 0."""
     rope = config.attention.rope
     windows = layer_windows(config)
     dims = rope.dims or config.attention.head_dim

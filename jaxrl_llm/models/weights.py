@@ -3,10 +3,9 @@
 Reading goes by slices: each process fetches from the files only the values of its devices, one device's part of one
 stacked leaf at a time. Writing holds one tensor at a time.
 
-Weights in MXFP4 (OCP Microscaling 1.0): blocks of 32 numbers of 4 bits with a common power of two, two in a byte.
-
-GPT-OSS stores a matrix of an expert by its columns: ``_blocks`` uint8[E, out, in / 32, 16] and ``_scales`` uint8[E,
-out, in / 32], where the tensor itself is [E, in, out].
+MXFP4 (OCP Microscaling 1.0): blocks of 32 numbers of 4 bits with a common power of two, two in a byte. GPT-OSS stores a
+matrix of an expert by its columns: ``_blocks`` uint8[E, out, in / 32, 16] and ``_scales`` uint8[E, out, in / 32], where
+the tensor itself is [E, in, out].
 """
 
 import functools
@@ -76,11 +75,9 @@ def to_hf(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.nda
 def read_parameters(
     config: ModelConfig, stored: Mapping[str, StoredTensor], dtype: str, mesh: Any = None, scalar: bool = False
 ) -> dict[str, Any]:
-    """Read our nested dict of JAX arrays in one dtype, each laid out on the mesh by the rules of ``sharding``.
-
-    Without a mesh they are on the default device. A reward model (``scalar``) has ``scalar`` [D], and no LM head.
-    InputError names a missing, unknown or misshapen tensor.
-    """
+    """Read our nested dict of JAX arrays in one dtype, each laid out on the mesh by the rules of ``sharding``. Without
+    a mesh they are on the default device. A reward model (``scalar``) has ``scalar`` [D], and no LM head. InputError
+    names a missing, unknown or misshapen tensor."""
     import jax.numpy as jnp
     from flax import traverse_util
 
@@ -144,10 +141,8 @@ def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], scala
 
 
 def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, StoredTensor]:
-    """Return the checkpoint's tensors of our parameters (addressable arrays), under Hugging Face's names.
-
-    The tensors are those of a reward model if ``scalar`` is among the parameters.
-    """
+    """Return the checkpoint's tensors of our parameters (addressable arrays), under Hugging Face's names. The tensors
+    are those of a reward model if ``scalar`` is among the parameters."""
     sizes = axis_sizes(config)
     stored = {}
     for tensor in tensors_of(config, "scalar" in parameters):
@@ -221,10 +216,8 @@ def _join_parts(fused: Fused, tensors: list[StoredTensor], place: tuple[slice, .
 
 
 def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
-    """Open the tensors of a directory: those of ``model.safetensors``, else of the shards that its index names.
-
-    Other files of weights are not looked at. The choice is that of transformers.
-    """
+    """Open the tensors of a directory: those of ``model.safetensors``, else of the shards that its index names. Other
+    files of weights are not looked at. The choice is that of transformers."""
     places = _places(directory)
     files = {*places.values()}
     if (directory / SINGLE).is_file():
