@@ -66,8 +66,7 @@ class CaptureFixture:
         return self.result(*texts)
 """
 """Names that solutions of LeetCode's form take for granted, as LiveCodeBench and APPS provide them; and the class of
-pytest's ``capsys``.
-"""
+pytest's ``capsys``."""
 JUDGE = Path(__file__).with_name("code_judge.py").read_text()
 
 
@@ -102,14 +101,11 @@ Test = OutputTest | CallTest | AssertTest
 class Verdict(NamedTuple):
     """Result of a program's tests.
 
-    Attributes:
-      score: share passed of the tests that have a verdict, in [0, 1]; None if none has, or the sandbox failed. No
-        program can take a test out of it that it fails: only tests that hold no value of their own, such as ``V(1) +
-        V(2) == V(3)``, can turn out to be opaque, and these could be passed without a solution as well.
-      results: for each test ``passed``, ``failed``, the status of ``Outcome`` that the program ended with, ``opaque``
-        (nobody outside the program can tell: not counted), or ``not run``.
-      note: what else to know, in one line; empty if nothing.
-    """
+    ``score``: share passed of the tests that have a verdict, in [0, 1]; None if none has, or the sandbox failed. No
+    program can take a test out of it that it fails: only tests that hold no value of their own, such as ``V(1) + V(2)
+    == V(3)``, can turn out to be opaque, and these could be passed without a solution as well. ``results``: for each
+    test ``passed``, ``failed``, the status of ``Outcome`` that the program ended with, ``opaque`` (nobody outside the
+    program can tell: not counted), or ``not run``. ``note``: what else to know, in one line; empty if nothing."""
 
     score: float | None
     results: tuple[str, ...]
@@ -141,14 +137,9 @@ def grade(
     allow_opaque_asserts: bool = False,
     stop_early: bool = False,
 ) -> Verdict:
-    """Run a program's tests; ``timeout_s`` and ``memory_mb`` are for each test, as in ``run_python``.
-
-    ``code`` may be a completion (``extract_program``). ``stop_early`` ends at the first test that fails. After three
-    tests that time out the rest are not run, and count as failed.
-
-    Raises:
-      InputError: the tests have no known form.
-    """
+    """Run a program's tests; ``timeout_s`` and ``memory_mb`` are for each test, as in ``run_python``. ``code`` may be a
+    completion (``extract_program``). ``stop_early`` ends at the first test that fails. After three tests that time out
+    the rest are not run, and count as failed. InputError: the tests have no known form."""
     parsed_tests = parse_tests(tests)
     limits = timeout_s, memory_mb
     program = extract_program(code)

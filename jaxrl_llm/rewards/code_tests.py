@@ -290,15 +290,10 @@ def computable(scope: Any, node: ast.AST, certain: bool) -> bool:
     """Whether the program's process may compute an expression of a test: ``list(f(3))``, ``n.left.value``.
 
     A value that is no data cannot leave that process, but what the test makes of it can. The program could lie about
-    each step: an expression is taken only if it holds nothing that is expected, so that a lie needs the answer.
-    ``f(2) - 4`` and ``f(2).startswith("ab")`` are not: an object whose subtraction returns 0 would be the answer.
-
-    Args:
-      scope: the names before it.
-      node: the expression.
-      certain: whether its value is compared with one that cannot be guessed; then functions of the test, and operators
-        of the program's objects with constants, may be in it.
-    """
+    each step: an expression is taken only if it holds nothing that is expected, so that a lie needs the answer. ``f(2)
+    - 4`` and ``f(2).startswith("ab")`` are not: an object whose subtraction returns 0 would be the answer. ``scope``:
+    the names before it. ``node``: the expression. ``certain``: whether its value is compared with one that cannot be
+    guessed; then functions of the test, and operators of the program's objects with constants, may be in it."""
     if not scope.needs(node):  # it holds no values of the test
         imports = [stmt for stmt in scope.setup if isinstance(stmt, (ast.Import, ast.ImportFrom))]
         standard = reads(node) - binds(node) <= frozenset(dir(builtins)).union(*map(binds, imports))

@@ -157,8 +157,7 @@ class Local(UserFunction):
     It is called like that of a ``Function``, but in this process, one call after the other in a separate thread. A call
     that hangs is abandoned after the same time and cannot be ended; signals, such as math-verify's own timeouts, need a
     main thread and so a module. A config.json cannot hold it: such a run is trained from the program that holds the
-    function.
-    """
+    function."""
 
     function: Callable[..., Any]
     weight: float = 1.0
@@ -326,8 +325,7 @@ AT_ONCE = 64
 """Maximum number of calls of one ``async`` function that wait at one time."""
 LARGEST = 1e15
 """Maximum size of a reward: the squares of a million differences of such rewards have a sum in float32, in which
-advantages are computed. Beyond it, all advantages would be 0.
-"""
+advantages are computed. Beyond it, all advantages would be 0."""
 
 _OFFERS: dict[tuple[str, bool], dict[str, Callable[[Any, Any], Any]]] = {
     ("own", False): {"problem": lambda p, c: p, "completion": lambda p, c: c},
@@ -445,10 +443,8 @@ def is_chat(problem: Problem) -> bool:
 
 
 def perform(function: Any, call: RewardCall, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> list[RewardOutcome]:
-    """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results.
-
-    In a batch None is NaN, and an invalid score or an exception in its place fails alone.
-    """
+    """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results. In a batch
+    None is NaN, and an invalid score or an exception in its place fails alone."""
     try:
         if call.form.waits and not call.form.batch:
             return run(call_concurrently(function, call))

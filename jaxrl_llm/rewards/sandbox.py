@@ -19,14 +19,10 @@ REFUSED = (
 
 
 class Outcome(NamedTuple):
-    """End of a program.
-
-    Attributes:
-      status: ``ok``, exit code 0; ``error``, another one, a signal, or too many threads; ``timeout``; ``memory``;
-        ``output``, it wrote more than 4 MiB, or more files than allowed; ``refused``, it was not run.
-      stdout: what it printed, bytes that are no UTF-8 replaced.
-      stderr: its error output, or why it was refused.
-    """
+    """End of a program. ``status``: ``ok``, exit code 0; ``error``, another one, a signal, or too many threads;
+    ``timeout``; ``memory``; ``output``, it wrote more than 4 MiB, or more files than allowed; ``refused``, it was not
+    run. ``stdout``: what it printed, bytes that are no UTF-8 replaced. ``stderr``: its error output, or why it was
+    refused."""
 
     status: str
     stdout: str
@@ -51,11 +47,8 @@ def run_python(
 
     It may compute, start threads, and write plain files to a folder of its own that is emptied afterwards. It may use
     ``timeout_s`` seconds, in which waiting for a processor does not count, and ``memory_mb`` MiB beyond the
-    interpreter's. Threads and processes may call this at once.
-
-    Raises:
-      SandboxError (``sandbox.client``): the sandbox failed twice, which is no fault of the program.
-    """
+    interpreter's. Threads and processes may call this at once. SandboxError (``sandbox.client``): the sandbox failed
+    twice, which is no fault of the program."""
     if not unsafe and level() == LEVELS[0]:
         return Outcome("refused", "", REFUSED)
     data = stdin.encode("utf-8", "surrogatepass")

@@ -141,7 +141,6 @@ def merge_shares(shares: Sequence[Scores], count: int) -> Scores:
 
 def token_index(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> int:
     """Return the index of the token in which the first ``end`` characters (1 to all) of a completion are complete.
-
     Bisects over its prefixes, decoded as the completion was: a character of several tokens appears with the last one.
     """
     return bisect.bisect_left(
@@ -258,9 +257,7 @@ def check_references(
     problems: Iterable[Problem], pool: Pool, timeout_s: float, folder: Path | None, needed: bool
 ) -> tuple[list[str], Callable[..., None]]:
     """Try the references of the verifier ``math`` and keep the result in ``folder``; others are tried as they are read.
-
-    ``needed``: whether the run reads which answers are right; then most of the sample must reach their answer.
-    """
+    ``needed``: whether the run reads which answers are right; then most of the sample must reach their answer."""
     distinct = {(problem.extractor, problem.answer): problem for problem in problems if problem.verifier == "math"}
     tries = {}
     for key, problem in distinct.items():
@@ -306,10 +303,8 @@ def _try_references(
     path: Path | None,
 ) -> tuple[list[str], Callable[..., None]]:
     """Try a sample of references; return notes, and a function that tries the rest behind the run and gives its
-    argument further notes.
-
-    ``make_notes`` gets the unmet references, the number of those that were tried, and whether they are a sample.
-    """
+    argument further notes. ``make_notes`` gets the unmet references, the number of those that were tried, and whether
+    they are a sample."""
     by_digest = {codec.digest(key, 64): attempt for key, attempt in tries.items()}
     ordered = [by_digest[key] for key in sorted(by_digest)]
     digest = codec.digest("".join(sorted(by_digest)))
@@ -343,10 +338,8 @@ def _unmet_references(tries: Sequence[tuple[Problem, RewardCall]], pool: Pool) -
 
 
 def two_turn_episode(answer: Completion, tools: Sequence[str]) -> Completion:
-    """Return an episode of two turns that ends with this answer; the first turn calls one of the ``tools``, if any.
-
-    Its tokens are those of the answer three times: for each turn, and for the environment's words between them.
-    """
+    """Return an episode of two turns that ends with this answer; the first turn calls one of the ``tools``, if any. Its
+    tokens are those of the answer three times: for each turn, and for the environment's words between them."""
     size = len(answer.tokens)
     reply = {"role": "assistant", "content": answer.text}
     calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in tools[:1]]
@@ -447,21 +440,15 @@ class Scorer(contextlib.AbstractContextManager):
         """Score each completion; the order is kept, and a failing call costs its own part only.
 
         The reward of an episode's environment is the part ``environment``. An episode without a token, whose prompt was
-        too long, is wrong and worth 0, whatever a reward would make of no text.
-
-        ``only``: names of watched or requested parts; these, as far as they exist, and the accuracy alone are scored.
-
-        Raises:
-          InputError: a problem names an unknown extractor or verifier, or a sum of rewards is beyond ``LARGEST``.
-          RuntimeError: the worker processes do not start.
-        """
+        too long, is wrong and worth 0, whatever a reward would make of no text. ``only``: names of watched or requested
+        parts; these, as far as they exist, and the accuracy alone are scored. InputError: a problem names an unknown
+        extractor or verifier, or a sum of rewards is beyond ``LARGEST``. RuntimeError: the worker processes do not
+        start."""
         return self.begin(items, only)()
 
     def begin(self, items: Sequence[Item], only: Collection[str] | None = None) -> Callable[[], Scores]:
-        """Begin to score, as ``score`` does; return a function that waits for the scores.
-
-        Several may be open at one time; all processes must begin and wait in one order.
-        """
+        """Begin to score, as ``score`` does; return a function that waits for the scores. Several may be open at one
+        time; all processes must begin and wait in one order."""
         beside = {name: reward for name, reward in self._beside.items() if only is not None and name in only}
         rewards = self._rewards | self._watched if only is None else beside
         played = [place for place, (_, completion) in enumerate(items) if not completion.unplayed]
@@ -482,13 +469,9 @@ class Scorer(contextlib.AbstractContextManager):
         self, problems: Sequence[Problem], needed: bool = True, note: Callable[[str], None] | None = None
     ) -> list[str]:
         """Refuse problems with tests that cannot be run, and references that most answers cannot reach; return notes on
-        the sandbox and reference programs, and write the sandbox's level to the run's directory.
-
-        Args:
-          problems: all that will be asked.
-          needed: whether the run reads which answers are right.
-          note: gets the notes about references that are tried in the background; None tries only a sample.
-        """
+        the sandbox and reference programs, and write the sandbox's level to the run's directory. ``problems``: all that
+        will be asked. ``needed``: whether the run reads which answers are right. ``note``: gets the notes about
+        references that are tried in the background; None tries only a sample."""
         notes, try_rest = check_references(problems, self._pool, self._timeout_s, self.folder, needed)
         if note is not None and self._writes:
             try_rest(note)
@@ -518,15 +501,9 @@ class Scorer(contextlib.AbstractContextManager):
         self, problem: Problem, tokenizer: Any, tools: Sequence[str] | None = None, judges: bool = False
     ) -> None:
         """Call every function once, in each process, on an invented completion, so that one that always fails does so
-        early.
-
-        ``tools``: names of those of a task whose completions are episodes; None for one of single answers. ``judges``:
-        ask those on the devices instead, once they are there.
-
-        Raises:
-          InputError: a reward raises, runs out of time, or returns something other than a number; the message names the
-            place, and the file with the traceback.
-        """
+        early. ``tools``: names of those of a task whose completions are episodes; None for one of single answers.
+        ``judges``: ask those on the devices instead, once they are there. InputError: a reward raises, runs out of
+        time, or returns something other than a number; the message names the place, and the file with the traceback."""
         count = 1 if self._peers is None else self._peers.count
         called = self._rewards | self._beside
         chosen = asks_model if judges else lambda base: not on_device(base)
