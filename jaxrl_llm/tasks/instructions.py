@@ -325,8 +325,7 @@ DRAWS: dict[str, Callable[[random.Random, str], dict[str, Any]]] = {
     ),
 }
 """Draws of the arguments, by name, of each kind of instruction that has some, for a prompt that begins with the given
-request.
-"""
+request."""
 
 KINDS: dict[str, tuple[str, str]] = {
     "keywords:existence": ("words", "Use the words {keywords}."),
@@ -376,8 +375,7 @@ KINDS: dict[str, tuple[str, str]] = {
     "punctuation:no_comma": ("commas", "Do not use any commas."),
 }
 """Kinds of instruction by id, all those that can be checked: a group, of which a prompt has at most one kind, and the
-sentence in the prompt, with places for the arguments.
-"""
+sentence in the prompt, with places for the arguments."""
 
 CONFLICTS = (
     {"detectable_format:json_format", "startend:end_checker"},

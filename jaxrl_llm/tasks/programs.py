@@ -279,11 +279,9 @@ class Programs:
 def choose_tests(
     inputs: list[tuple[Any, ...]], solution: Callable[..., Any], rivals: list[Callable[..., Any]], most: int
 ) -> list[tuple[tuple[Any, ...], str]]:
-    """Return so many different inputs with their results, as Python text, that every other solution fails on one.
-
-    Each input is the one that most of the remaining solutions fail on, the first of equal ones; a solution that always
-    returns the first result counts as one of them.
-    """
+    """Return so many different inputs with their results, as Python text, that every other solution fails on one. Each
+    input is the one that most of the remaining solutions fail on, the first of equal ones; a solution that always
+    returns the first result counts as one of them."""
     inputs = list({repr(arguments): arguments for arguments in inputs}.values())
     expected = [repr(solution(*copy_arguments(arguments))) for arguments in inputs]
     wrong = [[repr(other(*copy_arguments(arguments))) for arguments in inputs] for other in rivals]

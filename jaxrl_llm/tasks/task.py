@@ -47,11 +47,8 @@ class ReasoningGym:
         return self.name
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems; the data set's own ``score_answer`` reads ``metadata["entry"]``.
-
-        Raises:
-          InputError: the data set or option is unknown, or the data set refuses an option's value.
-        """
+        """Yield the problems; the data set's own ``score_answer`` reads ``metadata["entry"]``. InputError: the data set
+        or option is unknown, or the data set refuses an option's value."""
         for entry in gym.entries(self._wanted):
             prompt = ({"role": "user", "content": entry["question"]},)
             answer = "" if entry["answer"] is None else str(entry["answer"])
@@ -78,9 +75,7 @@ class RowSource:
 
     def problems(self: Any, answers: bool = True) -> Iterator[Problem]:
         """Yield the problems; ``metadata`` holds the row's fields without the prompt's, and ``row``, its place.
-
-        ``answers``: whether each must have one; else the answer of a row without one is empty.
-        """
+        ``answers``: whether each must have one; else the answer of a row without one is empty."""
         for where, row in itertools.starmap(clean_row, self.read()):
             prompt_value = required(row, self.prompt_field, where, "prompt")
             prompt = messages_of(prompt_value, where)
@@ -132,11 +127,8 @@ class Table(RowSource):
         return Path(self.path).stem
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Yield the rows, each after its place: ``path:line`` or ``path:row``, counted from 1.
-
-        Raises:
-          InputError: the file is missing, its suffix is unknown, or it is not what the suffix says.
-        """
+        """Yield the rows, each after its place: ``path:line`` or ``path:row``, counted from 1. InputError: the file is
+        missing, its suffix is unknown, or it is not what the suffix says."""
         return read_table(Path(self.path))
 
 
@@ -167,11 +159,8 @@ class HubDataset(RowSource):
         return Path(self.name).name
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Yield the rows, each after its place: ``name:index``, counted from 0.
-
-        Raises:
-          InputError: the data set cannot be loaded (name, subset, split, network).
-        """
+        """Yield the rows, each after its place: ``name:index``, counted from 0. InputError: the data set cannot be
+        loaded (name, subset, split, network)."""
         import datasets
 
         try:
@@ -273,11 +262,8 @@ class Rows(RowSource):
             object.__setattr__(self, "rows", InMemory(self.rows))
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Yield the rows, each after its place: ``rows[index]``, counted from 0.
-
-        Raises:
-          InputError: the rows are not in memory.
-        """
+        """Yield the rows, each after its place: ``rows[index]``, counted from 0. InputError: the rows are not in
+        memory."""
         return ((f"rows[{index}]", row) for index, row in enumerate(self.rows))
 
 
@@ -376,12 +362,8 @@ class Loaded(Generic[Item]):
 
 
 def check(task: Task) -> None:
-    """Refuse a task that cannot work, before anything is loaded.
-
-    Raises:
-      InputError: unknown extractor, verifier or template, two that do not fit, a holdout outside [0, 1), a bad date, a
-        ``keep`` that does not name a function.
-    """
+    """Refuse a task that cannot work, before anything is loaded. InputError: unknown extractor, verifier or template,
+    two that do not fit, a holdout outside [0, 1), a bad date, a ``keep`` that does not name a function."""
     if task.extractor not in EXTRACTORS:
         extract("", task.extractor)
     require(task.verifier in VERIFIERS, f"verifier {task.verifier!r} is unknown; choose one of {', '.join(VERIFIERS)}")
@@ -414,13 +396,9 @@ def check_split(holdout: float, date: str | None) -> None:
 
 
 def load(task: Task, answers: bool = True) -> Loaded[Problem]:
-    """Load, filter, merge duplicates, then split by a hash of the prompt; equal on every machine.
-
-    ``answers``: whether reference answers are needed. If they are not, and no problem has one, nothing is verified.
-
-    Raises:
-      InputError: ``check`` or the source refuses the task, or no problem is left to train on.
-    """
+    """Load, filter, merge duplicates, then split by a hash of the prompt; equal on every machine. ``answers``: whether
+    reference answers are needed. If they are not, and no problem has one, nothing is verified. InputError: ``check`` or
+    the source refuses the task, or no problem is left to train on."""
     check(task)
     notes: list[str] = []
     read = _read_problems(task, answers)
@@ -549,9 +527,7 @@ def _reaches_itself(problem: Problem) -> bool:
 
 def note_unreachable(unmet: Sequence[Problem], count: int, needed: bool) -> list[str]:
     """Return the note about references that no answer reaches, not even the reference itself as it is extracted.
-
-    ``count``: tried problems. If the run needs right answers (``needed``), most references must be reached.
-    """
+    ``count``: tried problems. If the run needs right answers (``needed``), most references must be reached."""
     if not unmet:
         return []
     first = unmet[0]

@@ -205,10 +205,8 @@ def render_chat(
 
 
 def template_fingerprint(template: str, tokenizer: Any) -> str:
-    """Return 16 hex digits, equal for templates that write chats alike; ``template`` is that of a ``Task``.
-
-    If a template can write none of a few chats, such as one that reads the clock in its own way, its text is hashed.
-    """
+    """Return 16 hex digits, equal for templates that write chats alike; ``template`` is that of a ``Task``. If a
+    template can write none of a few chats, such as one that reads the clock in its own way, its text is hashed."""
     wording = Task([], template=template, date="2000-01-01")
     turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
     messages = [{"role": role, "content": content} for role, content in turns]
