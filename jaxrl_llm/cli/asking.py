@@ -64,8 +64,7 @@ def check_tools(name: str, trained: Trained) -> None:
 
 def find_settings(name: str, config: str | None) -> tuple[Trained | None, configs.Run]:
     """Return the run of this name, None for a model; and the settings with the task: those of the ``config``
-    configuration, else the run's own, else quickstart's.
-    """
+    configuration, else the run's own, else quickstart's."""
     trained = find_run(name, tests=config is None)
     if trained and config is None:
         settings = configs.with_lost(trained.run, configs.split_step(name)[0] / "config.json")
