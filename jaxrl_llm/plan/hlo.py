@@ -47,12 +47,8 @@ class Collective:
 
 @dataclasses.dataclass(frozen=True)
 class Traffic:
-    """Transfers of one kind.
-
-    Attributes:
-      ici, dcn: bytes that a device sends inside its slice or host, and out of it.
-      ici_s, dcn_s: least seconds for these.
-    """
+    """Transfers of one kind. ``ici``, ``dcn``: bytes that a device sends inside its slice or host, and out of it;
+    ``ici_s``, ``dcn_s``: least seconds for these."""
 
     kind: str
     count: float = 0.0
@@ -151,10 +147,8 @@ def rounds(
 
 
 def collectives_of(program: HloProgram, name: str, times: float) -> Iterator[Collective]:
-    """Yield the transfers of one computation and its fusions, without those in its loops.
-
-    A transfer that is split over several fusions, to overlap, has one channel and counts once.
-    """
+    """Yield the transfers of one computation and its fusions, without those in its loops. A transfer that is split over
+    several fusions, to overlap, has one channel and counts once."""
     seen: set[tuple[str, str]] = set()
     for computation, op in walk(program, name, lambda op: callees(op)["calls"] if op.operation == "fusion" else ()):
         kind = op.operation.removesuffix("-start")
@@ -319,10 +313,8 @@ def find_loops(
     program: HloProgram, unknown: Sequence[float] = (), name: str = "", depth: int = 0, times: float = 1.0
 ) -> list[HloLoop]:
     """Return a computation, "" for the program's entry, and the loops in it, outer loops before inner ones.
-
     ``unknown``: trip counts of loops with a bound in the data, the outermost first; deeper loops count once. ``depth``:
-    loops around the computation. ``times``: how often it runs in one call of the program.
-    """
+    loops around the computation. ``times``: how often it runs in one call of the program."""
     name = name or program.entry
     instructions = list(walk(program, name, inlined_callees))
     all_copies = (_as_copy(program, computation, op) for computation, op in instructions)
@@ -338,12 +330,10 @@ def find_loops(
 
 
 def bytes_moved(program: HloProgram, name: str, unknown: tuple[float, ...] = ()) -> float:
-    """Return the bytes that a computation reads and writes in memory in one run, its loops multiplied out.
-
-    A kernel reads its operands once, but only the slices of those it slices, and writes its results once; an update in
-    place costs the inserted part, attention by length all columns of a layer. Of branches
-    the most expensive counts. Data in a chip's fast memory costs nothing.
-    """
+    """Return the bytes that a computation reads and writes in memory in one run, its loops multiplied out. A kernel
+    reads its operands once, but only the slices of those it slices, and writes its results once; an update in place
+    costs the inserted part, attention by length all columns of a layer. Of branches the most expensive counts. Data in
+    a chip's fast memory costs nothing."""
 
     def traffic(around: dict[str, Instruction], op: Instruction) -> float:
         if op.operation in FREE or op.operation.endswith("-done"):
@@ -356,11 +346,9 @@ def bytes_moved(program: HloProgram, name: str, unknown: tuple[float, ...] = ())
 
 
 def cycles(program: HloProgram, name: str = "", unknown: tuple[float, ...] = ()) -> float:
-    """Return the cycles of a TPU's core in one run of a computation, "" for the program's entry, by its compiler.
-
-    Its static model of each kernel writes them into the program; kernels of Pallas and collectives have none. 0 for
-    other platforms.
-    """
+    """Return the cycles of a TPU's core in one run of a computation, "" for the program's entry, by its compiler. Its
+    static model of each kernel writes them into the program; kernels of Pallas and collectives have none. 0 for other
+    platforms."""
 
     def estimate(around: dict[str, Instruction], op: Instruction) -> float:
         noted = re.search(r'"estimated_cycles":"?(\d+)', op.rest)

@@ -80,10 +80,8 @@ def judge_bytes(arrays: programs.Arrays) -> float:
 def memory_of_learning(
     run: Configuration, arrays: programs.Arrays, compiled: Mapping[str, programs.Compiled]
 ) -> DeviceMemory:
-    """Return the memory while learning: state and data; weights to sample from only where sampling runs ahead.
-
-    Reward models count too, unless they have devices of their own. ``compiled`` is empty for formulas.
-    """
+    """Return the memory while learning: state and data; weights to sample from only where sampling runs ahead. Reward
+    models count too, unless they have devices of their own. ``compiled`` is empty for formulas."""
     base = state_memory(arrays)
     packed = programs.bytes_per_device(arrays.packed)
     batch = packed * run.learner.minibatches
@@ -169,10 +167,8 @@ def pass_bytes(planned: programs.PlannedModel, compiled: Mapping[str, programs.C
 
 
 def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
-    """Estimate the bytes that a pass needs in addition to its arguments, without compiling.
-
-    That is the model in the compute type, in its layout, ``token_bytes`` for each token, and a chunk of logits where
-    the model predicts tokens.
+    """Estimate the bytes that a pass needs in addition to its arguments, without compiling. That is the model in the
+    compute type, in its layout, ``token_bytes`` for each token, and a chunk of logits where the model predicts tokens.
     """
     layout = planned.forward.layout
     compute = planned.forward.compute
@@ -214,8 +210,7 @@ class Plan:
     @property
     def parameters(self) -> tuple[int, int]:
         """Return the number of the policy's parameters, without an adapter's, and of those that one token uses: all but
-        those of the experts that it does not take.
-        """
+        those of the experts that it does not take."""
         policy = self.state.policy
         model = policy.params if policy.base is None else policy.base
         total = sum(x.size for x in jax.tree.leaves(model))
@@ -262,9 +257,7 @@ class Plan:
     def most(self, kind: str) -> int | None:
         """Return how many "groups", "slots" or "rows" of a microbatch fit next to everything else, as a multiple of
         what the run divides them by; None for rows where that is unknown, 0 for slots where nothing is sampled.
-
-        Temporaries are taken to grow with the cache: they grow less.
-        """
+        Temporaries are taken to grow with the cache: they grow less."""
         if kind == "slots" and self.sampling is None:
             return 0
         if kind not in self.more:
@@ -411,10 +404,8 @@ def _build_plan(
 
 
 def candidate_runs(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
-    """Return every mesh that divides heads, rows and devices, with some microbatches not larger than an update.
-
-    More devices than key/value heads take copies of these, which divide the query heads evenly.
-    """
+    """Return every mesh that divides heads, rows and devices, with some microbatches not larger than an update. More
+    devices than key/value heads take copies of these, which divide the query heads evenly."""
     per_slice = (machine.devices - run.mesh.rollout) // run.mesh.slices // run.mesh.expert
     heads = config.attention
     divides = [
@@ -449,10 +440,8 @@ def best_plans(
     quick: bool,
     say: Callable[[str], None],
 ) -> list[Plan]:
-    """Return the fastest plans that fit, the best first; compiled where that is possible, until a few fit.
-
-    A formula's memory is rough, so plans that exceed it a little are compiled too.
-    """
+    """Return the fastest plans that fit, the best first; compiled where that is possible, until a few fit. A formula's
+    memory is rough, so plans that exceed it a little are compiled too."""
     ranked, enough = [], 3
     for number, candidate in enumerate(runs := candidate_runs(run, config, machine)):
         say(f"by formula: {number + 1} of {len(runs)}")

@@ -148,10 +148,8 @@ def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
 
 
 def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
-    """Return the run's arrays, where ``mesh`` learns and ``where`` samples (either may be abstract).
-
-    ``initial``: the model at the start, as shapes.
-    """
+    """Return the run's arrays, where ``mesh`` learns and ``where`` samples (either may be abstract). ``initial``: the
+    model at the start, as shapes."""
     state = sharding.as_shapes(outline.state, sharding.shardings(outline.state, mesh))
     names = tuple(objective.name for training in outline.training for objective in training.objectives)
     samples = outline.samples(outline.groups.longest)
@@ -252,9 +250,7 @@ class Compiled:
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
     """A resolved run on described devices, ready to compile: ``arrays`` are the arguments of the trainer's functions.
-
-    ``mesh`` learns and ``where`` samples; both are abstract where nothing is compiled.
-    """
+    ``mesh`` learns and ``where`` samples; both are abstract where nothing is compiled."""
 
     run: Configuration
     mesh: Any
@@ -270,11 +266,8 @@ def planned_run(
     find: Architectures = architecture_of,
     machine: Machine | None = None,
 ) -> PlannedRun:
-    """Return the run's functions and their arguments on these devices.
-
-    ``find``: returns the architecture of other models. Without devices the meshes are abstract, of the ``machine``, and
-    nothing can be compiled.
-    """
+    """Return the run's functions and their arguments on these devices. ``find``: returns the architecture of other
+    models. Without devices the meshes are abstract, of the ``machine``, and nothing can be compiled."""
     mesh, where = run_meshes(run, devices, machine)
     model = abstract_model(config, run.learner.dtype)
     outline = planned_stage(run).outline(run, model, mesh, where, find)
@@ -299,10 +292,8 @@ def planned_stage(run: Configuration) -> ModuleType:
 
 
 def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
-    """Lower a program of the run, at its largest: all slots, the longest prompts, the last call of several.
-
-    ``weights`` casts and lays out the policy for sampling; ``refill`` fills slots and blocks with a call's prompts.
-    """
+    """Lower a program of the run, at its largest: all slots, the longest prompts, the last call of several. ``weights``
+    casts and lays out the policy for sampling; ``refill`` fills slots and blocks with a call's prompts."""
     arrays = target.arrays
     scalar = jax.ShapeDtypeStruct((), np.float32)
     for planned in arrays.learned:
@@ -387,10 +378,7 @@ def memory_needed(text: str) -> float:
 
 def find_model_config(name: str) -> tuple[ModelConfig, str]:
     """Return the architecture of a model or adapter directory, .gguf file, built-in name, hub id or RUN[@STEP], and its
-    source.
-
-    The package holds a copy of config.json for well-known models, so that planning needs no network.
-    """
+    source. The package holds a copy of config.json for well-known models, so that planning needs no network."""
     if name in published_configs() and not Path(name).is_dir():
         return read_config(published_configs()[name]), "the published config.json, copied into this package"
     trained = find_run(name)
@@ -403,11 +391,9 @@ def find_model_config(name: str) -> tuple[ModelConfig, str]:
 
 
 def architecture_finder(policy: ModelConfig) -> tuple[Architectures, list[str]]:
-    """Return a function from the name of a run's other model to its architecture, and the notes that it adds to.
-
-    A run that has not been trained yet has no directory: the function assumes the policy's architecture and notes that.
-    It raises InputError for a model that exists, but cannot be read.
-    """
+    """Return a function from the name of a run's other model to its architecture, and the notes that it adds to. A run
+    that has not been trained yet has no directory: the function assumes the policy's architecture and notes that. It
+    raises InputError for a model that exists, but cannot be read."""
     notes: list[str] = []
 
     @functools.cache

@@ -35,13 +35,9 @@ SIGMA = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Occupancy:
-    """A step's decoding.
-
-    Attributes:
-      chunks: calls of the decode program.
-      read: share of the whole cache, slots by columns, that a call reads on average.
-      live: share of the whole cache that holds keys and values of running completions, on average.
-    """
+    """A step's decoding. ``chunks``: calls of the decode program; ``read``: share of the whole cache, slots by columns,
+    that a call reads on average; ``live``: share of the whole cache that holds keys and values of running completions,
+    on average."""
 
     chunks: int
     read: float
@@ -49,10 +45,8 @@ class Occupancy:
 
 
 def completion_lengths(count: int, mean: float, longest: int) -> np.ndarray:
-    """Return the tokens of ``count`` completions, int[count]: log-normal, cut at ``longest``, of this mean, shuffled.
-
-    A mean of ``longest`` gives that length to all.
-    """
+    """Return the tokens of ``count`` completions, int[count]: log-normal, cut at ``longest``, of this mean, shuffled. A
+    mean of ``longest`` gives that length to all."""
     if mean >= longest:
         return np.full(count, longest)
     spread = np.exp(SIGMA * np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]))
@@ -74,11 +68,9 @@ def occupancy(
     parts: int = 1,
     form: ByLength | None = None,
 ) -> Occupancy:
-    """Run a step's completions through the slots by the engine's rules for the rows and columns of a chunk.
-
-    A slot whose completion ends takes the next one of the queue at the next chunk. ``room``: columns of the whole
-    cache. ``form``: kernels that read each row by its length; None for the plain form, which reads all alike.
-    """
+    """Run a step's completions through the slots by the engine's rules for the rows and columns of a chunk. A slot
+    whose completion ends takes the next one of the queue at the next chunk. ``room``: columns of the whole cache.
+    ``form``: kernels that read each row by its length; None for the plain form, which reads all alike."""
     queue = completion_lengths(completions, mean, longest)
     running = queue[:slots]
     progress = np.zeros(len(running), int)
@@ -229,12 +221,8 @@ class Cost(NamedTuple):
 
 
 class CompiledCost(NamedTuple):
-    """The cost of one call of a compiled program on one device, at its largest, read from its text.
-
-    Attributes:
-      seconds: of its kernels by a TPU's compiler; 0 where the text has none.
-      bytes: that it reads and writes.
-    """
+    """The cost of one call of a compiled program on one device, at its largest, read from its text. ``seconds``: of its
+    kernels by a TPU's compiler; 0 where the text has none. ``bytes``: that it reads and writes."""
 
     seconds: float
     bytes: float
@@ -292,10 +280,8 @@ def step_parts(
     traffic: Mapping[str, tuple[Traffic, ...]],
     costs: Mapping[str, CompiledCost],
 ) -> list[StepPart]:
-    """Return the parts of a step on one device; those that a step never calls are left out.
-
-    ``traffic``: of one call of each program. ``costs``: of compiled programs; others cost what formulas say.
-    """
+    """Return the parts of a step on one device; those that a step never calls are left out. ``traffic``: of one call of
+    each program. ``costs``: of compiled programs; others cost what formulas say."""
     parts = []
 
     def add(name: str, calls: float, cost: Cost, samples: bool = False, learns: bool = False) -> None:
@@ -445,10 +431,8 @@ def device_places(machine: Machine, devices: Iterable[Any] | None = None) -> Pla
 
 
 def traffic_of(collective: Collective, places: Places) -> Traffic:
-    """Return the traffic of all runs of one collective.
-
-    Between slices it is assumed hierarchical: each device of a slice sends its share out, and the rest stays inside.
-    """
+    """Return the traffic of all runs of one collective. Between slices it is assumed hierarchical: each device of a
+    slice sends its share out, and the rest stays inside."""
     chip = places.machine.chip
     group = collective.groups[0]
     outside = len(set(places.slices[group].tolist()))
@@ -490,11 +474,8 @@ def sum_by_kind(transfers: Iterable[Traffic]) -> tuple[Traffic, ...]:
 def traffic_by_formula(
     run: Configuration, arrays: programs.Arrays, work: Work, sizes: Mapping[str, int], places: Places
 ) -> dict[str, tuple[Traffic, ...]]:
-    """Estimate the traffic of one call of each program, without compiling.
-
-    Weights are gathered over fsdp, gradients summed over data, activations over tensor, and tokens gathered and their
-    sums scattered over expert.
-    """
+    """Estimate the traffic of one call of each program, without compiling. Weights are gathered over fsdp, gradients
+    summed over data, activations over tensor, and tokens gathered and their sums scattered over expert."""
     partitions = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     # Groups of partitions by mesh axis, int[groups, members]: the members of a group differ along this axis only.
     axes = {name: np.moveaxis(partitions, i, -1).reshape(-1, sizes[name]) for i, name in enumerate(sizes)}
@@ -549,10 +530,8 @@ def _pass_collectives(
 def expert_exchange(
     config: ModelConfig, tokens: float, width: int, axes: Mapping[str, np.ndarray], times: float
 ) -> list[Collective]:
-    """Return what devices with different experts exchange for ``tokens`` of each; backward passes send as much.
-
-    Hidden states of ``width`` bytes a number are gathered with weights and numbers of experts; sums are float32.
-    """
+    """Return what devices with different experts exchange for ``tokens`` of each; backward passes send as much. Hidden
+    states of ``width`` bytes a number are gathered with weights and numbers of experts; sums are float32."""
     if config.experts is None or "expert" not in axes:
         return []
     all_tokens = tokens * axes["expert"].shape[1]
