@@ -33,11 +33,8 @@ class Refused(Exception):
 
 
 def put(url: str, data: bytes, version: str | None) -> str:
-    """Write an object in place of this version, None for none; return its new version.
-
-    Raises:
-      Refused: there is another version.
-    """
+    """Write an object in place of this version, None for none; return its new version. Refused: there is another
+    version."""
     files = system(url)
     bucket, _, key = url.partition("://")[2].partition("/")
     try:
@@ -119,12 +116,8 @@ class Lease:
         self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def take(self) -> None:
-        """Lock the run; return once it is ours.
-
-        Raises:
-          InUse: another process has it, and lives.
-          InputError: the storage cannot be reached.
-        """
+        """Lock the run; return once it is ours. InUse: another process has it, and lives. InputError: the storage
+        cannot be reached."""
         with reaching(self._run):
             watched = None
             while not self._ours(watched):
@@ -164,11 +157,7 @@ class Lease:
         return version
 
     def renew(self) -> None:
-        """Write the lock again.
-
-        Raises:
-          InputError: another process has taken it over; or the storage cannot be reached.
-        """
+        """Write the lock again. InputError: another process has taken it over; or the storage cannot be reached."""
         with self._one, reaching(self._run):
             if not self._lost:
                 self._me["beat"] += 1
@@ -209,11 +198,7 @@ class Lease:
 @contextlib.contextmanager
 def leased(path: Path, remedy: str) -> Generator[None]:
     """Lock the run at the address of a mirror while the block runs; a folder of a file system needs no such lock.
-
-    Raises:
-      InUse: another process has it.
-      InputError: the storage cannot be reached.
-    """
+    InUse: another process has it. InputError: the storage cannot be reached."""
     if not address(path):
         yield
         return
@@ -229,12 +214,8 @@ def leased(path: Path, remedy: str) -> Generator[None]:
 
 def before_commit(path: Path) -> None:
     """Check that this process still has the run before it completes a checkpoint, and upload the run's other files.
-
-    Files that cannot be uploaded are left for the next time, with a warning.
-
-    Raises:
-      InputError: another process has taken the run over.
-    """
+    Files that cannot be uploaded are left for the next time, with a warning. InputError: another process has taken the
+    run over."""
     if path in LEASES:
         LEASES[path].renew()
     try:

@@ -92,15 +92,9 @@ class Setting:
     """Fields with settings that are checked before those of the other fields."""
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse values that the annotations cannot exclude.
-
-        Args:
-          run: the whole configuration, resolved.
-          where: the dotted name of this setting with a final dot, the prefix of its fields; empty for the run itself.
-
-        Raises:
-          InputError: names field, value and remedy.
-        """
+        """Refuse values that the annotations cannot exclude. ``run``: the whole configuration, resolved. ``where``: the
+        dotted name of this setting with a final dot, the prefix of its fields; empty for the run itself. InputError:
+        names field, value and remedy."""
 
     def notes(self, run: Any) -> list[str]:
         """Return notes on values that have no effect in this run, or an unexpected one, one line each."""
@@ -132,11 +126,7 @@ def settings_in(value: Setting, where: str = "") -> Iterator[tuple[Setting, str]
 
 
 def check_fields(value: Any, where: str = "", kinds: tuple[type, ...] = (Range, Choice)) -> None:
-    """Refuse field values outside their bounds.
-
-    Raises:
-      InputError: names field, value and bounds.
-    """
+    """Refuse field values outside their bounds. InputError: names field, value and bounds."""
     for name, (_, marks) in annotations(type(value)).items():
         for mark in marks:
             if isinstance(mark, kinds):
@@ -145,11 +135,7 @@ def check_fields(value: Any, where: str = "", kinds: tuple[type, ...] = (Range, 
 
 def check_settings(run: Setting) -> None:
     """Refuse settings that cannot work: check counts, then each setting's fields and its ``check``, and the run's own
-    last.
-
-    Raises:
-      InputError: names field, value and remedy.
-    """
+    last. InputError: names field, value and remedy."""
     root, *parts = settings_in(run)
     for setting, where in (root, *parts):
         check_fields(setting, where, (Count,))
@@ -191,10 +177,8 @@ def has_default(field: dataclasses.Field) -> bool:
 
 
 def differing(value: Any, usual: Any, where: str = "") -> list[str]:
-    """List the dotted names at which a value differs from the usual one.
-
-    A value of another class is named ``X.type``, and its fields are compared with the defaults of that class.
-    """
+    """List the dotted names at which a value differs from the usual one. A value of another class is named ``X.type``,
+    and its fields are compared with the defaults of that class."""
     if isinstance(value, (tuple, list)) and any(map(dataclasses.is_dataclass, value)):
         usual_items = usual if isinstance(usual, (tuple, list)) else ()
         pairs = itertools.zip_longest(value, usual_items[: len(value)])

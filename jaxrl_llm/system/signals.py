@@ -40,11 +40,9 @@ _beginning = threading.Lock()
 
 
 def listen() -> None:
-    """Handle signals from now on until the process ends; called once, by a command that owns its process.
-
-    Python runs handlers between two instructions of the main thread, which may be minutes away while XLA compiles. The
-    number of a signal is therefore written to a pipe as it arrives, and a thread that reads it answers.
-    """
+    """Handle signals from now on until the process ends; called once, by a command that owns its process. Python runs
+    handlers between two instructions of the main thread, which may be minutes away while XLA compiles. The number of a
+    signal is therefore written to a pipe as it arrives, and a thread that reads it answers."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     _answers.append(lambda number: quit_now(128 + number, "interrupted"))
@@ -85,10 +83,8 @@ def answering(answer: Answer) -> Generator[None]:
 @contextlib.contextmanager
 def on_exit(call: ExitCall) -> Generator[None]:
     """Call ``call(code, line)`` if the process quits within the block, since the end of the block is not reached then.
-
     It runs in another thread, so it must not wait for anything that the block may hold. Once the last of these calls
-    has run, no block begins: its thread waits for the end of the process.
-    """
+    has run, no block begins: its thread waits for the end of the process."""
     with _beginning:
         _exit_calls.append(call)
     try:
@@ -134,10 +130,8 @@ def let_go(output: int) -> None:
 
 
 def while_read(file: TextIO) -> TextIO:
-    """Return an output like ``file`` that drops what is written once its reader is gone, and logs that.
-
-    A run continues without a reader of its progress.
-    """
+    """Return an output like ``file`` that drops what is written once its reader is gone, and logs that. A run continues
+    without a reader of its progress."""
     return io.TextIOWrapper(
         _WhileRead(file.fileno(), "w", closefd=False), file.encoding, file.errors, line_buffering=True
     )

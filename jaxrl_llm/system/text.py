@@ -14,10 +14,8 @@ def harmless(text: str) -> str:
 
 
 def abridge(text: str, limit: int, mark: str = ELLIPSIS) -> str:
-    """Shorten ``text`` to one line of at most ``limit`` columns, cut in the middle, since answers come last.
-
-    ``mark`` replaces the omitted part.
-    """
+    """Shorten ``text`` to one line of at most ``limit`` columns, cut in the middle, since answers come last. ``mark``
+    replaces the omitted part."""
     text = harmless(text)
     if cell_len(text) <= limit:
         return text
