@@ -75,11 +75,9 @@ class Schedule:
 
 
 def time_left(durations: Mapping[str, Sequence[float]], ahead: Mapping[str, int]) -> float | None:
-    """Return the seconds for the work ``ahead`` at the mean of each kind's ``durations``; None before the first step.
-
-    A first time takes longer than the others (files, workers), so it is left out as soon as there is another. A kind
-    without durations counts nothing.
-    """
+    """Return the seconds for the work ``ahead`` at the mean of each kind's ``durations``; None before the first step. A
+    first time takes longer than the others (files, workers), so it is left out as soon as there is another. A kind
+    without durations counts nothing."""
     if not durations.get(STEP):
         return None
     total = 0.0
@@ -201,10 +199,8 @@ WITHIN_A_STEP = ("sampling", "scoring", "updating")
 
 
 def allowed_silence(status: str, durations: Sequence[float]) -> float:
-    """Return the seconds of silence allowed under ``status`` after steps of ``durations`` seconds.
-
-    Within a step it is twice an ordinary step, so that a log file holds one line for each, but 5 s at least.
-    """
+    """Return the seconds of silence allowed under ``status`` after steps of ``durations`` seconds. Within a step it is
+    twice an ordinary step, so that a log file holds one line for each, but 5 s at least."""
     return max(5.0, 2 * max(durations, default=0.0) if _phase(status) in WITHIN_A_STEP else 0.0)
 
 
@@ -297,11 +293,9 @@ class Progress:
             self.note(f"evaluation at step {step}:  {text}")
 
     def show_events(self, step: int, metrics: dict[str, Any], groups: Sequence[Group] = ()) -> None:
-        """Print a line for each event in the step's complete row, and lines for each new finding.
-
-        An event that has a reason is a warning when it first happens. ``groups``: the data of the step; a terminal
-        shows one of its completions now and then.
-        """
+        """Print a line for each event in the step's complete row, and lines for each new finding. An event that has a
+        reason is a warning when it first happens. ``groups``: the data of the step; a terminal shows one of its
+        completions now and then."""
         for name, reason in step_events(metrics):
             warning = bool(reason) and name not in self._warned
             self.note(f"step {step}: {f'{name}: {reason}' if reason else name}", warning)

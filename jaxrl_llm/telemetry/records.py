@@ -172,10 +172,8 @@ BUILT_IN: dict[str, tuple[TrackerFactory, str]] = {
 
 
 def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
-    """Return the factory of each tracker, with its package imported; InputError for an unknown or missing one.
-
-    Other packages offer trackers as entry points: a name, and a class or function ``TrackedRun -> Tracker``.
-    """
+    """Return the factory of each tracker, with its package imported; InputError for an unknown or missing one. Other
+    packages offer trackers as entry points: a name, and a class or function ``TrackedRun -> Tracker``."""
     from importlib.metadata import entry_points  # which is slow to import
 
     offered = [entry for entry in entry_points(group="jaxrl_llm.writers") if entry.name not in BUILT_IN]
@@ -198,10 +196,8 @@ def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
 
 
 class Trackers:
-    """The writers of a run; one that raises is left out from then on, with one warning.
-
-    A new run is refused if a writer does not start; a resumed run continues without it.
-    """
+    """The writers of a run; one that raises is left out from then on, with one warning. A new run is refused if a
+    writer does not start; a resumed run continues without it."""
 
     def __init__(self, factories: Mapping[str, TrackerFactory], run: TrackedRun, warn: Callable[[str], None]):
         self._warn = warn
@@ -338,10 +334,7 @@ class RunWriter(contextlib.AbstractContextManager):
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one step's row, ``step`` first; it is on the disk when this returns. NaN and infinity become null.
-
-        Raises:
-          ValueError: the step is not later than the last one written.
-        """
+        ValueError: the step is not later than the last one written."""
         if step <= self._last_step:
             raise ValueError(f"step {step} is already written: the last row is of step {self._last_step}")
         values = {name: jsonable(value) for name, value in metrics.items() if name != "step"}
@@ -352,10 +345,8 @@ class RunWriter(contextlib.AbstractContextManager):
         self._trackers.write(step, values)
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Append a step's samples (prompt, completion, reward parts), ``step`` first in each row.
-
-        Trackers get some of them if an evaluation's answers are among them.
-        """
+        """Append a step's samples (prompt, completion, reward parts), ``step`` first in each row. Trackers get some of
+        them if an evaluation's answers are among them."""
         append_rows(self._samples, [{"step": step, **row} for row in rows])
         if self._trackers and (sample := choose_samples(step, rows)):
             self._trackers.samples(step, sample)
@@ -407,10 +398,8 @@ def record_step(
     training_rows: Sequence[dict[str, Any]] = (),
     evaluation_rows: Sequence[dict[str, Any]] | None = None,
 ) -> None:
-    """Write a step's metrics and samples, and after an evaluation the report, if there is a writer.
-
-    ``training_rows``: of the step's completions; ``evaluation_rows``: of its evaluation, None without one.
-    """
+    """Write a step's metrics and samples, and after an evaluation the report, if there is a writer. ``training_rows``:
+    of the step's completions; ``evaluation_rows``: of its evaluation, None without one."""
     if writer is None:
         return
     writer.samples(step, [*training_rows, *(evaluation_rows or ())])
@@ -420,11 +409,9 @@ def record_step(
 
 
 def token_texts(tokens: Sequence[int], tokenizer: Any) -> list[str]:
-    """Return the text of each token, special ones included; joined they are the whole text.
-
-    A character of several tokens is the text of the last one, and the others are empty. Some tokenizers cannot tell
-    the pieces of bytes that form no characters: then each token is decoded alone.
-    """
+    """Return the text of each token, special ones included; joined they are the whole text. A character of several
+    tokens is the text of the last one, and the others are empty. Some tokenizers cannot tell the pieces of bytes that
+    form no characters: then each token is decoded alone."""
     stream = DecodeStream(skip_special_tokens=False)
     try:
         return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]

@@ -39,8 +39,7 @@ Curves = dict[str, tuple[list[int], list[float]]]
 
 def read_files(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Curves]:
     """Read the files of a run, finished or not: its settings by dotted names, the rows of metrics.jsonl, and their
-    curves. Without a config.json there are no settings.
-    """
+    curves. Without a config.json there are no settings."""
     metrics = directory / "metrics.jsonl"
     if not metrics.is_file():
         started = (directory / "config.json").is_file()
@@ -85,10 +84,8 @@ def step_events(metrics: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def page_data(directories: Sequence[Path], runs: Sequence[Any], samples: Sequence[Any]) -> dict[str, Any]:
-    """Return the data of the page as JSON values: for each run its settings, curves, events and findings.
-
-    ``runs``, ``samples``: of each, as ``read_files`` and ``choose_lines`` return them.
-    """
+    """Return the data of the page as JSON values: for each run its settings, curves, events and findings. ``runs``,
+    ``samples``: of each, as ``read_files`` and ``choose_lines`` return them."""
     count = sum(len(curves) + 1 for *_, curves in runs)
     most = max(100, MOST_POINTS // max(count, 1))
     names = [directory.resolve().name for directory in directories]
@@ -142,11 +139,8 @@ def thin_curve(steps: list[int], values: list[float], most: int) -> tuple[list[i
 
 def choose_lines(path: Path, runs: int = 1) -> tuple[list[bytes], int]:
     """Return all lines of a samples.jsonl, and their number; of a long file the lines of evenly spaced steps, with the
-    first and the last.
-
-    Lines are distinguished by their beginning and not parsed, so that hundreds of megabytes take a second. ``runs``
-    share the report.
-    """
+    first and the last. Lines are distinguished by their beginning and not parsed, so that hundreds of megabytes take a
+    second. ``runs`` share the report."""
     batches: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for begin, size, key in _index_lines(path):
         batches.setdefault(key, []).append((begin, size))

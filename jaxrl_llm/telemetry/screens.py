@@ -203,13 +203,9 @@ def resident_bytes() -> int | None:
 
 
 def describe_memory(process: int | None, devices: Sequence[Mapping[str, int]]) -> str:
-    """Describe the memory of the process and of the fullest device.
-
-    Args:
-      process: bytes; None if unknown.
-      devices: JAX's memory statistics of each, in bytes: ``bytes_in_use``, ``bytes_limit`` and ``peak_bytes_in_use``;
-        empty for a device without statistics, such as a CPU.
-    """
+    """Describe the memory of the process and of the fullest device. ``process``: bytes; None if unknown. ``devices``:
+    JAX's memory statistics of each, in bytes: ``bytes_in_use``, ``bytes_limit`` and ``peak_bytes_in_use``; empty for a
+    device without statistics, such as a CPU."""
     parts = [] if process is None else [f"memory {process / GIB:.1f} GiB"]
     if measured := [stats for stats in devices if "bytes_in_use" in stats]:
         fullest = max(measured, key=lambda stats: stats["bytes_in_use"] / stats.get("bytes_limit", GIB))
@@ -284,10 +280,8 @@ COLUMNS = (
 
 
 def fit_columns(width: int, metrics: Collection[str]) -> tuple[tuple[Column, ...], int]:
-    """Return the columns of these metrics within ``width`` characters, and the characters between them.
-
-    Gaps are narrowed first, then columns of high rank are left out.
-    """
+    """Return the columns of these metrics within ``width`` characters, and the characters between them. Gaps are
+    narrowed first, then columns of high rank are left out."""
     columns = tuple(column for column in COLUMNS if column.metric in metrics)
     gap = 2
     while len(format_row(columns, gap, "step", "left")) > width and (gap > 1 or columns):
@@ -327,14 +321,10 @@ def evaluation_line(metrics: dict[str, Any]) -> str:
 
 
 class Screen:
-    """Output of a run's lines; a context manager, so that a terminal is restored in any case.
-
-    On a terminal finished steps scroll by as a table above live lines; in a notebook both are one output of the cell,
-    updated in place. A log file has one line for each step, and a line when a phase takes long: no bars, no escape
-    codes.
-
-    ``describe`` returns the current activity, ``patience`` the seconds that a file may stay silent now.
-    """
+    """Output of a run's lines; a context manager, so that a terminal is restored in any case. On a terminal finished
+    steps scroll by as a table above live lines; in a notebook both are one output of the cell, updated in place. A log
+    file has one line for each step, and a line when a phase takes long: no bars, no escape codes. ``describe`` returns
+    the current activity, ``patience`` the seconds that a file may stay silent now."""
 
     def __init__(
         self, console: Console, describe: Callable[[], str], patience: Callable[[], float], panel: Panel, quiet: bool
