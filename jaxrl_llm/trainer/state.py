@@ -69,11 +69,8 @@ class LoopState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], records: Sequence[type]) -> "LoopState":
-        """Rebuild the state from the JSON values in a checkpoint. ``records``: the dataclasses in it.
-
-        Raises:
-          InputError: it cannot be read.
-        """
+        """Rebuild the state from the JSON values in a checkpoint. ``records``: the dataclasses in it. InputError: it
+        cannot be read."""
         try:
             return cls(**codec.from_json(data, records))
         except (ValueError, TypeError) as error:
@@ -165,10 +162,8 @@ def open_context(
     peers: Peers,
     voice: Verbosity,
 ) -> Generator[RunContext]:
-    """Open a run's devices, files and terminal output while it trains; only the first process writes and prints.
-
-    The arguments are fields of ``RunContext``; ``resumed``: it has begun before, with a checkpoint or without one.
-    """
+    """Open a run's devices, files and terminal output while it trains; only the first process writes and prints. The
+    arguments are fields of ``RunContext``; ``resumed``: it has begun before, with a checkpoint or without one."""
     mesh = make_mesh(run.mesh)
     moved = steps_moved(directory, start, peers)
     schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every, moved)
@@ -206,10 +201,8 @@ def write_step_progress(directory: Path, step: int, host: dict[str, Any]) -> Non
 
 
 def read_step_progress(directory: Path, step: int) -> dict[str, Any] | None:
-    """Return the host state that was written for the step after this one; None without it.
-
-    It belongs to one checkpoint: a run that went back further may have saved this step anew, with other weights.
-    """
+    """Return the host state that was written for the step after this one; None without it. It belongs to one
+    checkpoint: a run that went back further may have saved this step anew, with other weights."""
     progress = parse_step_progress(directory)
     return progress.get("host") if progress.get("checkpoint") == checkpoint_mark(directory, step) else None
 
@@ -267,12 +260,8 @@ def remove_settled(directory: Path, memory: Memory) -> None:
 
 
 def remove_reset_request(directory: Path, memory: Memory) -> None:
-    """Remove the request once a complete checkpoint has its result.
-
-    A run that is killed before that resumes without the result, and finds the file again.
-
-    ``memory``: of the run's rules.
-    """
+    """Remove the request once a complete checkpoint has its result. A run that is killed before that resumes without
+    the result, and finds the file again. ``memory``: of the run's rules."""
     done_request = memory.get(BY_HAND, {})
     request = read_reset_request(directory).get(ASKED)
     same = request is not None and request["id"] == done_request.get("id")
@@ -382,11 +371,8 @@ def create_or_restore(
 
 
 def load_carry(run: configs.Configuration, stage: Stage, weights: configs.Start, note: Callable[[str], None]) -> Any:
-    """Return what the other run's checkpoint leaves to the first step of this one.
-
-    Raises:
-      InputError: the same task has other problems than it had there.
-    """
+    """Return what the other run's checkpoint leaves to the first step of this one. InputError: the same task has other
+    problems than it had there."""
     host = LoopState.from_json(host_state(weights), stage.records)
     config = configs.read(weights.directory / "config.json", own=False)
     before: Any = configs.in_phase(config.pinned, host.phase)
@@ -401,10 +387,8 @@ def load_carry(run: configs.Configuration, stage: Stage, weights: configs.Start,
 def restore_state(
     store: Checkpoints, step: int, like: TrainState, mesh: Any, base: Any, stage: Stage
 ) -> tuple[TrainState, LoopState]:
-    """Return the device state and the host state of a checkpoint; missing coefficients are the stage's own.
-
-    The arguments are those of ``Checkpoints.restore``, and the stage of the steps that follow.
-    """
+    """Return the device state and the host state of a checkpoint; missing coefficients are the stage's own. The
+    arguments are those of ``Checkpoints.restore``, and the stage of the steps that follow."""
     state, host_values = store.restore(step, like, mesh, base)
     host = LoopState.from_json(host_values, stage.records)
     host.coefficients = dict(stage.coefficients) | host.coefficients
@@ -415,13 +399,9 @@ def restore_state(
 def take_weights(
     state: TrainState, run: configs.Configuration, weights: configs.Start, mesh: Any, note: Callable[[str], None]
 ) -> TrainState:
-    """Return a fresh state with the policy and reference of another run's checkpoint or snapshot.
-
-    The optimiser state is taken over too if it exists and has the same settings.
-
-    Raises:
-      InputError: the other run's model or adapter is of another kind.
-    """
+    """Return a fresh state with the policy and reference of another run's checkpoint or snapshot. The optimiser state
+    is taken over too if it exists and has the same settings. InputError: the other run's model or adapter is of another
+    kind."""
     other = configs.read(weights.directory / "config.json", own=False).run
     old = configs.whole(other.learner)
     origin = f"step {weights.step} of {weights.run}"
@@ -456,8 +436,7 @@ def take_other_roles(
     state: TrainState, others: Sequence[NewRole], step_directory: Path, mesh: Any, note: Callable[[str], None]
 ) -> TrainState:
     """Return the state with its other roles taken from the same checkpoint as the policy, with fresh optimisers. A role
-    that the checkpoint lacks, or has in other shapes, begins from the borrowed policy, unless it names a model.
-    """
+    that the checkpoint lacks, or has in other shapes, begins from the borrowed policy, unless it names a model."""
     for other in others:
         params = state.roles[other.name].params
         layout = jax.tree.map(lambda array: array.sharding, params)
@@ -476,12 +455,10 @@ def take_other_roles(
 
 
 def roll_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> rules.Decision:
-    """Roll back to the newest whole checkpoint of this phase before the step that a guard names.
-
-    Returns the decision with the result, which is to stop if no such checkpoint exists. Data and update counts continue
-    from here, so that no two policies share a version. Groups of the abandoned policy are dropped, and the rules'
-    memory is restored (see ``memory_after_rollback``).
-    """
+    """Roll back to the newest whole checkpoint of this phase before the step that a guard names. Returns the decision
+    with the result, which is to stop if no such checkpoint exists. Data and update counts continue from here, so that
+    no two policies share a version. Groups of the abandoned policy are dropped, and the rules' memory is restored (see
+    ``memory_after_rollback``)."""
     host, before = cursor.host, int(decision.rollback or 0)
     context.store.wait()
     folder = context.directory / CHECKPOINTS
