@@ -288,10 +288,8 @@ MOST = 200
 
 
 def reward_hacking(run: History) -> Finding | None:
-    """Find a falling evaluation, or training accuracy, while a training reward rises or keeps its rise.
-
-    The reward is the training reward or the reward model's score; another evaluation that rises excuses it.
-    """
+    """Find a falling evaluation, or training accuracy, while a training reward rises or keeps its rise. The reward is
+    the training reward or the reward model's score; another evaluation that rises excuses it."""
     rewards = {"training reward": run["reward/mean"], "reward model's score": run["reward_model/mean"]}
     for task, test in (run.evaluations | {"the accuracy in training": _in_blocks(run["reward/accuracy"])}).items():
         at = _peak(test)
@@ -325,10 +323,8 @@ def _level_before(series: Series, step: int, first: int) -> float:
 
 
 def _in_blocks(series: Series) -> Series:
-    """Return means of up to 20 blocks of a series, of at least 5 measurements, at the blocks' last steps.
-
-    Empty for a series shorter than four blocks.
-    """
+    """Return means of up to 20 blocks of a series, of at least 5 measurements, at the blocks' last steps. Empty for a
+    series shorter than four blocks."""
     count = min(len(series) // 5, 20)
     if count < 4:
         return Series(series.steps[:0], series.values[:0])
@@ -338,10 +334,8 @@ def _in_blocks(series: Series) -> Series:
 
 
 def _peak(test: Series) -> int | None:
-    """Return the index of an evaluation's last best value before a sure fall by a tenth; None without a fall.
-
-    Levels are means of several values: the best of many noisy values is biased.
-    """
+    """Return the index of an evaluation's last best value before a sure fall by a tenth; None without a fall. Levels
+    are means of several values: the best of many noisy values is biased."""
     values = test.values
     count = len(values)
     if count < 2:
@@ -361,9 +355,7 @@ def _peak(test: Series) -> int | None:
 
 
 def overfitting(run: History) -> Finding | None:
-    """Find training that still rises while held-out data no longer rises, or never did; reward hacking has
-    precedence.
-    """
+    """Find training that still rises while held-out data no longer rises, or never did; reward hacking has precedence."""
     gap = next((gap for training, tests in _watched(run) if (gap := overfitting_gap(training, tests))), None)
     return gap if gap is not None and reward_hacking(run) is None else None
 
@@ -409,10 +401,8 @@ def overfitting_gap(training: Series, tests: Mapping[str, Series]) -> Finding | 
 
 
 def _flat(test: Series, step: int, deviation: float, rise: float) -> bool:
-    """Whether held-out data has surely made no more than a share of ``rise`` since a step.
-
-    ``deviation``: of each of its measurements.
-    """
+    """Whether held-out data has surely made no more than a share of ``rise`` since a step. ``deviation``: of each of
+    its measurements."""
     since = test.since(step).values
     if len(since) < FEWEST_SINCE:
         return False
@@ -422,11 +412,9 @@ def _flat(test: Series, step: int, deviation: float, rise: float) -> bool:
 
 
 def fit_break(series: Series) -> tuple[int, float]:
-    """Return the step where a series levels off, and the deviation of one measurement.
-
-    It is the break of a line that is constant after it, by least squares; the first step if the line has no slope
-    before. For a reversed series, with negative steps, it is the step where the original begins to rise.
-    """
+    """Return the step where a series levels off, and the deviation of one measurement. It is the break of a line that
+    is constant after it, by least squares; the first step if the line has no slope before. For a reversed series, with
+    negative steps, it is the step where the original begins to rise."""
     sampled = np.unique(np.linspace(0, len(series) - 1, MOST).astype(int))
     steps = series.steps[sampled].astype(float)
     values = series.values[sampled] - series.values[sampled].mean()
@@ -463,9 +451,8 @@ def diagnose(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> list[Finding]
 
     Only the pinned names of metrics are read; a missing, null or non-numeric value counts as unmeasured, but where an
     update was made. Troubles that are over by the last row are not reported, except spikes of the gradient and what was
-    not a number. At most one finding of each kind.
-    ``steps``: planned steps of an unfinished run; it counts as stalled only after half of them without progress.
-    """
+    not a number. At most one finding of each kind. ``steps``: planned steps of an unfinished run; it counts as stalled
+    only after half of them without progress."""
     run = history(rows, steps)
     findings = [finding for rule in RULES.values() if (finding := rule(run)) is not None]
     return sorted(findings, key=lambda finding: finding.step)
@@ -607,10 +594,8 @@ def lengths_off(kind: str, run: History) -> Finding | None:
 
 
 def no_signal(run: History) -> Finding | None:
-    """Find nearly all groups with equal rewards, while the task is unsolved and reward and evaluation do not rise.
-
-    If almost no group teaches, a rising evaluation does not excuse a flat reward.
-    """
+    """Find nearly all groups with equal rewards, while the task is unsolved and reward and evaluation do not rise. If
+    almost no group teaches, a rising evaluation does not excuse a flat reward."""
     change = change_point(run["reward/zero_std_fraction"], above(0.8), True)
     if change is None or learned(run):
         return None
@@ -680,8 +665,7 @@ def not_a_number(run: History) -> Finding | None:
 
 def stalled(run: History) -> Finding | None:
     """Find a run without a rise of reward or evaluation for at least half of it, far from perfect; or one that lost
-    most of its best reward and evaluation.
-    """
+    most of its best reward and evaluation."""
     if finding := lost(run):
         return make_finding("stalled", finding.step, LOST, best=short(finding.best), now=short(finding.now))
     finding = plateau(run)
@@ -715,10 +699,8 @@ RULES: dict[str, Callable[[History], Finding | None]] = {
 
 def _apart(heights: np.ndarray, spikes: np.ndarray, fewest: int) -> np.ndarray:
     """Return the highest spikes that are separated by a gap from all lower heights; empty if fewer than ``fewest``.
-
     Heavy tails have high values without a gap below them: for an exponential tail, common for logarithms, the gaps
-    between sorted heights, the j-th from the top times j, are all of one size (Renyi, 1953).
-    """
+    between sorted heights, the j-th from the top times j, are all of one size (Renyi, 1953)."""
     if len(spikes) < fewest:
         return spikes[:0]
     order = np.argsort(-heights, kind="stable")

@@ -46,12 +46,8 @@ Limit = Callable[[np.ndarray], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """The measurements of one metric, in the order of steps.
-
-    Attributes:
-      steps: int64[n], each once.
-      values: float64[n], finite.
-    """
+    """The measurements of one metric, in the order of steps. ``steps``: int64[n], each once; ``values``: float64[n],
+    finite."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -102,9 +98,7 @@ ROLES = ("", "critic/")
 
 def not_finite(row: Mapping[str, Any], role: str = "") -> list[str]:
     """Return the names of what is not finite in a step and has to be: of samples, updates, rewards and evaluations.
-
-    ``role``: the prefix of the names of one that learns; empty for the policy.
-    """
+    ``role``: the prefix of the names of one that learns; empty for the policy."""
     found = [name.removeprefix(role + NOT_FINITE) for name in row if name.startswith(role + NOT_FINITE)]
     found += ["grad_norm"] if row.get(f"{role}updates/not_finite") and not found else []
     names = [role + name for name in FINITE if number(row.get(f"{role}updates"))]
@@ -120,12 +114,9 @@ def broken(row: Mapping[str, Any]) -> str:
 
 
 def history(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> History:
-    """Return the series in a run's rows; ``steps``: the planned ones.
-
-    A step that occurs twice, as after a resume, counts once: its later measurement holds. A value that is not a finite
-    number counts as unmeasured; a row without a step is skipped. After a rollback, measurements of the undone steps do
-    not count.
-    """
+    """Return the series in a run's rows; ``steps``: the planned ones. A step that occurs twice, as after a resume,
+    counts once: its later measurement holds. A value that is not a finite number counts as unmeasured; a row without a
+    step is skipped. After a rollback, measurements of the undone steps do not count."""
     found: dict[str, dict[int, float]] = {name: {} for name in MEASURED}
     last = 0
     wrong: dict[int, str] = {}
@@ -190,10 +181,8 @@ def lasting(count: int) -> int:
 
 
 def smoothed(values: np.ndarray, width: int, share: float = 0.5) -> np.ndarray:
-    """Return the running median, or another quantile, float64[n] of ``width`` neighbours in float64[n].
-
-    The ends repeat the nearest whole window; fewer values than ``width`` are returned unchanged.
-    """
+    """Return the running median, or another quantile, float64[n] of ``width`` neighbours in float64[n]. The ends repeat
+    the nearest whole window; fewer values than ``width`` are returned unchanged."""
     if len(values) < width:
         return values
     windows = np.lib.stride_tricks.sliding_window_view(values, width)
@@ -301,11 +290,9 @@ def improved(run: History, since: int) -> bool:
 
 
 def risen(series: Series, since: int) -> bool:
-    """Whether a series is surely and noticeably higher than before a step, or has grown since.
-
-    Two changes are tested, each against its standard error: from the level at the step to the last one, and along the
-    line through all values since.
-    """
+    """Whether a series is surely and noticeably higher than before a step, or has grown since. Two changes are tested,
+    each against its standard error: from the level at the step to the last one, and along the line through all values
+    since."""
     later = series.since(since)
     if not len(later):
         return False
@@ -324,10 +311,8 @@ def fallen(series: Series, since: int) -> bool:
 
 
 def _level_at(series: Series, later: Series, since: int) -> tuple[float, float, np.ndarray]:
-    """Return the level at a step, its error, and the later values; ``later``: the measurements from there on.
-
-    The first of those still measures the earlier policy. If measurements are rare the level is interpolated.
-    """
+    """Return the level at a step, its error, and the later values; ``later``: the measurements from there on. The first
+    of those still measures the earlier policy. If measurements are rare the level is interpolated."""
     first = int(len(later) > 1)
     after = later.values[first:]
     earlier = series.before(since)
@@ -360,8 +345,7 @@ def recent(count: int) -> int:
 
 def line(values: np.ndarray) -> tuple[float, float]:
     """Return the change of the least-squares line from the first to the last of at least 3 values, and its standard
-    error.
-    """
+    error."""
     count = len(values)
     x = np.arange(count) - (count - 1) / 2
     slope = float(x @ values / (x @ x))
@@ -382,10 +366,8 @@ def level(series: Series) -> float:
 
 
 def learned(run: History, near: float = NEAR_PERFECT) -> bool:
-    """Whether the last rewards, or the last evaluations, are close to the best possible.
-
-    ``near``: the share of the best. If rewards exceed 1 only evaluations count, if there are any.
-    """
+    """Whether the last rewards, or the last evaluations, are close to the best possible. ``near``: the share of the
+    best. If rewards exceed 1 only evaluations count, if there are any."""
     tests = run.evaluations.values()
     # Of several tasks their mean: one that is easy says nothing of the others.
     if tests and float(np.mean([level(test) for test in tests])) >= near:
@@ -398,11 +380,9 @@ def learned(run: History, near: float = NEAR_PERFECT) -> bool:
 
 
 def perfection(rewards: Series) -> tuple[float, int]:
-    """Return the last rewards' share of the way to the best possible, and how well that best is known.
-
-    A reward's scale is not recorded. Within 0 to 1, and -1 to 1, the best is taken to be 1; for rewards never above 0
-    it is 0; else the least of 1, 2, 5, 10, 100, 1000, ... above all of them. 0 without measurements.
-    """
+    """Return the last rewards' share of the way to the best possible, and how well that best is known. A reward's scale
+    is not recorded. Within 0 to 1, and -1 to 1, the best is taken to be 1; for rewards never above 0 it is 0; else the
+    least of 1, 2, 5, 10, 100, 1000, ... above all of them. 0 without measurements."""
     if not len(rewards):
         return 0.0, UNKNOWN
     medians = smoothed(rewards.values, window(len(rewards)))
@@ -447,8 +427,7 @@ def plateau(run: History) -> Plateau | None:
 
 def lost(run: History) -> Plateau | None:
     """Find the best level of a run that has lost most of it since, by its rewards and by its evaluations, if it has
-    any.
-    """
+    any."""
     tests = run.evaluations
     evidence = [run["reward/mean"], *([tests[MEAN_OF_TASKS]] if MEAN_OF_TASKS in tests else tests.values())]
     falls = [_fall(series) for series in evidence if len(series)]
@@ -458,9 +437,7 @@ def lost(run: History) -> Plateau | None:
 
 def _fall(series: Series) -> Plateau | None:
     """Find the last step near the best level of a series that has lost three quarters of it, for good; else None.
-
-    Levels count from 0, or from the lowest level if that is negative.
-    """
+    Levels count from 0, or from the lowest level if that is negative."""
     values = series.values
     count = len(values)
     if count < FEWEST_EVALUATIONS:
