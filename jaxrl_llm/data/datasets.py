@@ -102,8 +102,7 @@ class Ranked:
 
     def cut(self, most: int) -> "Ranked | None":
         """Return the example with each completion cut to ``most`` tokens with its prompt; None if one is empty or two
-        are equal.
-        """
+        are equal."""
         room = max(most - len(self.prompt), 0)
         parts = tuple(tokens[:room] for tokens in self.completions)
         same = len({part.tobytes() for part in parts}) < len(parts)
@@ -216,8 +215,7 @@ ELSEWHERE = {
     LABEL: "Unpaired does; or make Pairs of the good and the bad completions of a prompt",
 } | dict.fromkeys(UNREAD, "models here read text alone")
 """Columns that change the lesson of a row, so that no kind of data ignores one silently: the kind that reads each, or
-the reason why none does.
-"""
+the reason why none does."""
 
 
 def columns_of(row: dict[str, Any], form: RowFormat) -> tuple[str, ...]:
@@ -510,9 +508,8 @@ class Steps(Data[Stepped]):
 
 
 def split_steps(text: str, separator: str) -> list[str]:
-    """Split the text at each separator; joined by it, the steps are the text again.
-
-    No step is blank: a blank one joins the step before, or the first one. A blank text has no steps.
+    """Split the text at each separator; joined by it, the steps are the text again. No step is blank: a blank one joins
+    the step before, or the first one. A blank text has no steps.
 
     >>> split_steps("a = 1\\n\\nb = 2", "\\n")
     ['a = 1\\n', 'b = 2']
@@ -582,11 +579,7 @@ class Collected:
         return self.task.label
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Refuse to read rows, since a model has to answer first.
-
-        Raises:
-          InputError: always.
-        """
+        """Refuse to read rows, since a model has to answer first. InputError: always."""
         raise InputError(f"the answers to {self.label} are collected by a run: train one, or use jaxrl-llm collect")
 
 
@@ -597,7 +590,9 @@ def load_texts(
     room: Callable[[Row], float] | None = None,
     closes: bool = False,
 ) -> Loaded[Row]:
-    """Read the rows, merge equal ones, then split by a hash of the prompt; equal on every machine.
+    """Read the rows, merge equal ones, then split by a hash of the prompt; equal on every machine. InputError: settings
+    are wrong, the source cannot be read, a row cannot be used and is not to be dropped (with file and line), or no row
+    is left to train on.
 
     Args:
       data: Texts, Pairs or Steps.
@@ -606,10 +601,6 @@ def load_texts(
       room: maximum number of tokens of a row; longer ones are dropped or truncated as ``data.overlong`` says, or left
         for the caller to refuse. None: no limit.
       closes: whether answers end as the chat template writes them, for models that score them; no policy learns that.
-
-    Raises:
-      InputError: settings are wrong, the source cannot be read, a row cannot be used and is not to be dropped (with
-        file and line), or no row is left to train on.
     """
     check_texts(data)
     bad: list[str] = []
@@ -682,13 +673,8 @@ def check_texts(data: Data[Any]) -> None:
 
 
 def check_collected(source: Collected, kind: RowKind, where: str) -> None:
-    """Refuse settings that cannot collect, before anything is loaded.
-
-    ``where``: prefix of the names of the fields in messages, such as ``--``.
-
-    Raises:
-      InputError: names field, value and remedy.
-    """
+    """Refuse settings that cannot collect, before anything is loaded. ``where``: prefix of the names of the fields in
+    messages, such as ``--``. InputError: names field, value and remedy."""
     check(source.task)
     check_fields(source, where)
     least = 2 if kind == "pairs" else 1
