@@ -35,10 +35,8 @@ MOST_COPIED = 20 * 10**9
 
 
 def kept_copy(holder: Path, run: Path, step: int, was: str) -> Path | None:
-    """Return the copy of a run's step that a run keeps, itself a run's folder; None without a whole one.
-
-    ``holder``: its folder, or a copy, which has its own needs beside it.
-    """
+    """Return the copy of a run's step that a run keeps, itself a run's folder; None without a whole one. ``holder``:
+    its folder, or a copy, which has its own needs beside it."""
     place = storage.refreshed(_shelf(holder) / _name(run, step, was))
     return place if (place / "config.json").is_file() else None
 
@@ -122,8 +120,7 @@ def drop_copies(holder: Path, marks: Collection[str]) -> None:
 
 def write_note(run: Path, was: str, dependent: Path, there: bool = True) -> None:
     """Leave a note in a run's folder, where it can be written, that another one depends on the step with this mark; not
-    ``there``: take it away again.
-    """
+    ``there``: take it away again."""
     name, url = storage.named(dependent.absolute()), storage.address(run)
     with contextlib.suppress(OSError, InputError), storage.reaching(url) if url else contextlib.nullcontext():
         place = storage.place(run / DEPENDENTS / f"{was}-{zlib.crc32(name.encode()):08x}")

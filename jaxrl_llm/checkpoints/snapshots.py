@@ -29,13 +29,9 @@ DAMAGED = "damaged"
 
 
 def keep(directory: Path, step: int, state: TrainState, phase: int = 0, folder: str = SNAPSHOTS) -> None:
-    """Write ``RUN/snapshots/STEP``, or another folder's; it is complete when this returns.
-
-    ``phase``: the number of the phase that begins with it, or that it is in.
-
-    An existing snapshot of the step, from before the run was resumed at an earlier one, is replaced. No checkpoint
-    may be in writing.
-    """
+    """Write ``RUN/snapshots/STEP``, or another folder's; it is complete when this returns. ``phase``: the number of the
+    phase that begins with it, or that it is in. An existing snapshot of the step, from before the run was resumed at an
+    earlier one, is replaced. No checkpoint may be in writing."""
     with Checkpoints(directory / folder, None) as snapshots:
         snapshots.save(step, snapshot_of(state), {"phase": phase})
 
@@ -83,11 +79,7 @@ def standing(run: Path, step: int, was: str, *holders: Path) -> Path | None:
 
 
 def phase_of(place: Path) -> int:
-    """Return the phase of the run from this checkpoint or snapshot on.
-
-    Raises:
-      InputError: its host state cannot be read.
-    """
+    """Return the phase of the run from this checkpoint or snapshot on. InputError: its host state cannot be read."""
     try:
         phase = json.loads(host_file(place).read_text())["phase"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -113,15 +105,9 @@ def listed(directory: Path) -> str:
 
 
 def newest_whole(directory: Path, peers: Peers = ALONE) -> tuple[int | None, str]:
-    """Return the newest whole checkpoint of a run, None without any, and a line about the damaged ones.
-
-    Damaged ones are renamed to ``checkpoints/STEP.damaged``, so that their steps can be saved again.
-
-    ``peers``: processes that call this together; each reads a part of the files.
-
-    Raises:
-      InputError: all checkpoints are damaged: they stay where they are.
-    """
+    """Return the newest whole checkpoint of a run, None without any, and a line about the damaged ones. Damaged ones
+    are renamed to ``checkpoints/STEP.damaged``, so that their steps can be saved again. ``peers``: processes that call
+    this together; each reads a part of the files. InputError: all checkpoints are damaged: they stay where they are."""
     damaged = {}
     newest = None
     for step in reversed(peers.first(lambda: steps_in(directory / CHECKPOINTS))):
@@ -152,11 +138,8 @@ def _put_aside(place: Path) -> None:
 
 
 def check_whole(step: Path) -> None:
-    """Refuse a checkpoint or snapshot that differs from its checksums.
-
-    Raises:
-      InputError: names the first bad file, and the other steps that the run keeps.
-    """
+    """Refuse a checkpoint or snapshot that differs from its checksums. InputError: names the first bad file, and the
+    other steps that the run keeps."""
     why = fault(step)
     if why:
         run = step.parents[1]
@@ -166,11 +149,8 @@ def check_whole(step: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Refuse a run that cannot write its checkpoints, before it computes anything.
-
-    Raises:
-      InputError: quotes the operating system's error.
-    """
+    """Refuse a run that cannot write its checkpoints, before it computes anything. InputError: quotes the operating
+    system's error."""
     if storage.address(directory):  # where the run's lock has been written
         return
     place = directory / CHECKPOINTS

@@ -23,11 +23,8 @@ the storage's own."""
 
 
 def object_steps(path: Path) -> list[int]:
-    """Return the complete steps in a mirror's ``checkpoints`` or ``snapshots``, unsorted.
-
-    Raises:
-      InputError: the storage cannot be reached.
-    """
+    """Return the complete steps in a mirror's ``checkpoints`` or ``snapshots``, unsorted. InputError: the storage
+    cannot be reached."""
     url = storage.address(path)
     files = storage.system(url)
     with storage.reaching(url):
@@ -45,11 +42,8 @@ def object_steps(path: Path) -> list[int]:
 
 
 def object_sums(step: Path) -> Sums:
-    """Return sizes and checksums of the objects in the folders of a step, as the storage knows them.
-
-    Raises:
-      InputError: the storage cannot be reached.
-    """
+    """Return sizes and checksums of the objects in the folders of a step, as the storage knows them. InputError: the
+    storage cannot be reached."""
     url = storage.address(step)
     files = storage.system(url)
     with storage.reaching(url):
@@ -135,10 +129,8 @@ def mark(step: Path) -> str:
 
 
 def fault(step: Path, part: int = 0, parts: int = 1) -> str:
-    """Describe the first bad file of a step; return an empty string if all are intact.
-
-    Files are read in so many ``parts``, of which this call reads number ``part``; all sizes are compared.
-    """
+    """Describe the first bad file of a step; return an empty string if all are intact. Files are read in so many
+    ``parts``, of which this call reads number ``part``; all sizes are compared."""
     recorded = recorded_sums(step)
     if not recorded:
         return f"its {CHECKSUMS} is missing or unreadable"

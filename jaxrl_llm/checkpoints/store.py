@@ -39,9 +39,7 @@ from jaxrl_llm.types import Role, TrainState
 
 def flatten(state: TrainState) -> dict[str, Any]:
     """Return the arrays of a state by path, with fingerprints of the weights in place of a frozen base (``base/...``).
-
-    Wrappers of the model library leave no trace in the names.
-    """
+    Wrappers of the model library leave no trace in the names."""
     bases = {name: role.base for name, role in state.roles.items() if role.base is not None}
     for name, base in bases.items():
         only_shapes = isinstance(jax.tree.leaves(base)[0], jax.ShapeDtypeStruct)
@@ -106,13 +104,9 @@ UNFINISHED = "*.orbax-checkpoint-tmp*"
 
 class Checkpoints(contextlib.AbstractContextManager):
     """Owner of a run's ``checkpoints`` folder; a step is there completely or not at all. Close it, or use ``with``.
-
-    Args:
-      directory: the folder, or the mirror of one in object storage; made when first needed.
-      keep: the number of checkpoints to keep; None for all.
-      counts: whether a step counts towards these. Of the others, such as one at which a run was stopped, only the
-        newest is kept, until there is a newer checkpoint.
-    """
+    ``directory``: the folder, or the mirror of one in object storage; made when first needed. ``keep``: the number of
+    checkpoints to keep; None for all. ``counts``: whether a step counts towards these. Of the others, such as one at
+    which a run was stopped, only the newest is kept, until there is a newer checkpoint."""
 
     def __init__(self, directory: Path, keep: int | None = 2, counts: Callable[[int], bool] = lambda step: True):
         import orbax.checkpoint as ocp
@@ -136,11 +130,9 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def save(self, step: int, state: TrainState, host: dict[str, Any], records: Sequence[type] = ()) -> None:
         """Start to write a step; the arrays are copied off the device before this returns, so the state may be donated.
-
         An existing checkpoint of this step, from before the run was resumed at an earlier one, is replaced, and set
-        aside if other runs depend on it.
-        ``host``: values that ``codec.to_json`` converts, with these ``records`` in them.
-        """
+        aside if other runs depend on it. ``host``: values that ``codec.to_json`` converts, with these ``records`` in
+        them."""
         if jax.process_index() == 0:
             set_aside(self._directory / str(step))
         if step in self._manager.all_steps():
@@ -158,15 +150,13 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def restore(self, step: int, like: TrainState, mesh: Mesh, base: Any = None) -> tuple[TrainState, dict[str, Any]]:
         """Restore the state and host values of a step, laid out on this mesh, whichever mesh it was saved from.
+        InputError: the checkpoint has other arrays than this configuration, or another base.
 
         Args:
           step: a complete one.
           like: shapes and dtypes of the state.
           mesh: of the restored state.
           base: the frozen model, if ``like`` has one: a checkpoint holds only its fingerprint.
-
-        Raises:
-          InputError: the checkpoint has other arrays than this configuration, or another base.
         """
         self.wait()
         place = self._directory / str(step)
@@ -214,11 +204,8 @@ class Checkpoints(contextlib.AbstractContextManager):
                 remove_step(self._directory / str(number))
 
     def close(self) -> None:
-        """Wait for pending writes; unfinished ones are removed. Further calls do nothing.
-
-        Raises:
-          Exception: of a write that failed in the background (Orbax's own kinds; a full disk among them).
-        """
+        """Wait for pending writes; unfinished ones are removed. Further calls do nothing. Exception: of a write that
+        failed in the background (Orbax's own kinds; a full disk among them)."""
         manager = self._manager
         self._manager = None
         if manager is None:
@@ -252,7 +239,8 @@ def parts_of(params: Any, opt_state: Any = None, role: str = "policy") -> TrainS
 
 
 def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any = None, complete: bool = False) -> Any:
-    """Restore parts of the state of a complete step; the arrays of the others are not read.
+    """Restore parts of the state of a complete step; the arrays of the others are not read. InputError: the checkpoint
+    is of another model or another base, or cannot be read.
 
     Args:
       step_directory: ``checkpoints/STEP``.
@@ -260,9 +248,6 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
       mesh: of the restored parts, whichever mesh they were saved from.
       base: the frozen model of the adapter, if there is one.
       complete: refuse a checkpoint with other parts.
-
-    Raises:
-      InputError: the checkpoint is of another model or another base, or cannot be read.
     """
     import orbax.checkpoint as ocp
 
@@ -306,11 +291,7 @@ def _part(name: str) -> str:
 
 
 def _saved(step_directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the arrays of a complete step by name.
-
-    Raises:
-      InputError: it cannot be read.
-    """
+    """Return the shapes of the arrays of a complete step by name. InputError: it cannot be read."""
     import orbax.checkpoint as ocp
 
     with ocp.PyTreeCheckpointer() as reader:
