@@ -46,10 +46,8 @@ class Distributed:
 
 
 def join_arguments(settings: Distributed, environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the arguments of ``jax.distributed.initialize``; None for a run of this process alone.
-
-    ``environment`` is read after JAX's import, which marks a Cloud TPU there.
-    """
+    """Return the arguments of ``jax.distributed.initialize``; None for a run of this process alone. ``environment`` is
+    read after JAX's import, which marks a Cloud TPU there."""
     flags = {name: value for name, value in vars(settings).items() if name != "heartbeat_s" and value is not None}
     if settings.processes == 1:
         return None
@@ -94,14 +92,9 @@ def join_arguments(settings: Distributed, environment: Mapping[str, str]) -> dic
 
 
 class Shutdown:
-    """Owner of this process's exit, in agreement with the other processes of JAX's coordination service.
-
-    Its methods may be called by any process at any time, from any thread; ``close`` by all.
-
-    Args:
-      index: this process's number; 0 has the service.
-      client: of the service.
-    """
+    """Owner of this process's exit, in agreement with the other processes of JAX's coordination service. Its methods
+    may be called by any process at any time, from any thread; ``close`` by all. ``index``: this process's number; 0 has
+    the service. ``client``: of the service."""
 
     def __init__(self, index: int, client: Any):
         self._index = index
@@ -182,15 +175,9 @@ class Disagreement(RuntimeError):
 
 
 class Peers:
-    """Owner of this process's connection to the others of its run; without a ``client`` it is alone.
-
-    All processes call every method in the same order.
-
-    Attributes:
-      index: this process's number.
-      count: of processes.
-      shutdown: ends this process together with the others; None for a process alone.
-    """
+    """Owner of this process's connection to the others of its run; without a ``client`` it is alone. All processes call
+    every method in the same order. ``index``: this process's number. ``count``: of processes. ``shutdown``: ends this
+    process together with the others; None for a process alone."""
 
     def __init__(self, index: int = 0, count: int = 1, client: Any = None):
         self.index = index
