@@ -31,19 +31,13 @@ def to_json(value: Any, records: Sequence[type] = (), arrays: bytearray | None =
     """Convert a value to JSON values.
 
     Lists, tuples, dictionaries, sets, text, numbers (NumPy's and decimal ones too), bytes, dates and times with their
-    zones, UUIDs, NumPy arrays and records, nested as you like.
+    zones, UUIDs, NumPy arrays and records, nested as you like. ``value``: the value to convert. ``records``:
+    dataclasses that it may hold, identified by their names alone. ``arrays``: gets the bytes of arrays of numbers, and
+    the JSON refers to them (see ``together``); None to convert them too. TypeError: a value of another type; the
+    message names it.
 
     >>> to_json({"when": datetime.date(2025, 7, 1)})
     {'when': {'$date': '2025-07-01'}}
-
-    Args:
-      value: the value to convert.
-      records: dataclasses that it may hold, identified by their names alone.
-      arrays: gets the bytes of arrays of numbers, and the JSON refers to them (see ``together``); None to convert them
-        too.
-
-    Raises:
-      TypeError: a value of another type; the message names it.
     """
     kind = type(value)
     if kind in _JSON:
@@ -73,11 +67,8 @@ def to_json(value: Any, records: Sequence[type] = (), arrays: bytearray | None =
 
 
 def from_json(data: Any, records: Sequence[Any] = ()) -> Any:
-    """Convert JSON values back; the inverse of ``to_json``.
-
-    Raises:
-      ValueError: a value has a kind that this version does not know, or its content is none of this kind.
-    """
+    """Convert JSON values back; the inverse of ``to_json``. ValueError: a value has a kind that this version does not
+    know, or its content is none of this kind."""
     if isinstance(data, list):
         return [from_json(item, records) for item in data]
     if not isinstance(data, dict):
@@ -144,10 +135,8 @@ def digest_of_parts(parts: Iterable[str | np.ndarray]) -> str:
 
 
 def flat(data: Any, prefix: str = "", whole_lists: bool = False) -> dict[str, Any]:
-    """Flatten nested JSON values to dotted names: ``{"task.source.size": 3000}``.
-
-    ``whole_lists``: keep lists of plain values as values; otherwise name each item by its index.
-    """
+    """Flatten nested JSON values to dotted names: ``{"task.source.size": 3000}``. ``whole_lists``: keep lists of plain
+    values as values; otherwise name each item by its index."""
     if isinstance(data, list) and (not whole_lists or any(isinstance(item, dict) for item in data)):
         data = dict(enumerate(data))
     if not isinstance(data, dict):
