@@ -45,17 +45,10 @@ Item = tuple[Problem, Completion]
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Calling convention of a function.
-
-    Attributes:
-      style: convention of its parameter names: ``own``, ``trl`` or ``verl``; ``plain`` if an item is its arguments.
-      batch: all items in one call.
-      waits: it is ``async``: many of its calls may wait at one time.
-      first: parameters that are problem and completion by position, with any names.
-      names: parameters given by name.
-      optional: those with a default.
-      rest: it takes all other arguments.
-    """
+    """Calling convention of a function. ``style``: ``own``, ``trl`` or ``verl`` by its parameter names; ``plain`` if an
+    item is its arguments. ``batch``: all items in one call. ``waits``: it is ``async``, so many calls may wait at one
+    time. ``first``: parameters that are problem and completion by position, with any names; ``names``: those given by
+    name; ``optional``: those with a default; ``rest``: it takes all other arguments."""
 
     style: str = "own"
     batch: bool = False
@@ -355,16 +348,11 @@ _LIBRARIES = (
 class RewardCall(NamedTuple):
     """Call of a function for some items; without ``function`` it pickles, and goes to another process.
 
-    Attributes:
-      path: ``module:function``, or another name of the function.
-      items: pairs to score; one, unless the form is a batch or waits.
-      form: calling convention of the function.
-      timeout_s: for one item, or for the whole of a batch.
-      positions: unit of the positions that a step function returns (``StepFunction``); empty if it returns numbers.
-      function: if no other process can import it; None if ``path`` names it.
-      on_error: score of an item without an outcome, in place of the scorer's own; None for that.
-      extra_names: names of the further numbers that each result holds beside its ``score``.
-    """
+    ``path``: ``module:function``, or another name of it. ``items``: pairs to score; one, unless the form is a batch or
+    waits. ``timeout_s``: for one item, or a whole batch. ``positions``: unit of those that a step function returns,
+    empty if it returns numbers. ``function``: if no other process can import it. ``on_error``: score of an item without
+    an outcome; None for the scorer's. ``extra_names``: of the further numbers that each result holds beside its
+    ``score``."""
 
     path: str
     items: Sequence[tuple[Any, Any]]
@@ -384,15 +372,10 @@ class RewardCall(NamedTuple):
 
 
 class RewardOutcome(NamedTuple):
-    """Outcome of one item: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``.
-
-    Attributes:
-      value: the score, or the steps as pairs of a position and a value.
-      message: the error, in one line.
-      place: ``file:line`` of the function's own code, if known.
-      trace: the whole traceback, given once for each call.
-      extra_values: further numbers, in the order of ``RewardCall.extra_names``.
-    """
+    """Outcome of one item: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``. ``value``:
+    the score, or the steps as pairs of a position and a value. ``message``: the error, in one line; ``place``:
+    ``file:line`` of the function's own code, if known; ``trace``: the whole traceback, once for each call.
+    ``extra_values``: further numbers, in the order of ``RewardCall.extra_names``."""
 
     status: str
     value: Any = 0.0

@@ -1,8 +1,5 @@
-"""Equivalence of mathematical expressions. For the pool: parsing a model's text may hang.
-
-``math_verify`` bounds its own time with signals, which fail outside the main thread; they are off here, and the pool
-kills instead.
-"""
+"""Equivalence of mathematical expressions. For the pool: parsing a model's text may hang. ``math_verify`` bounds its
+own time with signals, which fail outside the main thread; they are off here, and the pool kills instead."""
 
 import logging
 import re

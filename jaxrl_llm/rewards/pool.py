@@ -6,8 +6,7 @@ in threads, which can be abandoned.
 The program of a worker is ``main``: a fresh interpreter without JAX. Protocol over one connection: the parent sends a
 ``RewardCall``. The worker sends JSON lists: ``["ready"]`` when it has started, then for each call ``["received"]``,
 ``["started"]`` once the function is imported, and ``["done", outcomes]``, one for each item, or one for all if it could
-not be called. The parent therefore never unpickles a worker's messages.
-"""
+not be called. The parent therefore never unpickles a worker's messages."""
 
 import asyncio
 import collections
@@ -322,10 +321,10 @@ MOST_STUCK = 4
 
 
 class InProcessCalls:
-    """Owner of two threads, started when first needed. No thread blocks the interpreter's exit. One makes one call
-    after the other, in the order of their submission. On the other's event loop wait the calls of ``async`` functions,
-    all at one time. Neither is the main thread: a notebook's event loop runs there, and a call that hangs there would
-    stop the run. A call that ran out of time keeps its thread, and the next ones get another."""
+    """Owner of two threads, started when first needed; neither blocks the interpreter's exit. One makes one call after
+    the other, as submitted; on the other's event loop all calls of ``async`` functions wait at one time. Neither is the
+    main thread, where a notebook's event loop runs and a call that hangs would stop the run. A call that ran out of
+    time keeps its thread, and the next ones get another."""
 
     def __init__(self):
         self._stuck: list[threading.Thread] = []

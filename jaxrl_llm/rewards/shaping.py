@@ -7,10 +7,9 @@ the value that goes into the sum.
 
 Changes of a group's rewards that need more than one completion: the others of its group, or the run's progress.
 
-Each is a value called as ``shape(group, updates, budget)`` and returns the group with other rewards. ``updates`` is
-the number of optimiser updates so far, ``budget`` the run's longest completion in tokens. Accuracy, which group filters
-read, stays.
-"""
+Each is a value called as ``shape(group, updates, budget)`` and returns the group with other rewards. ``updates`` is the
+number of optimiser updates so far, ``budget`` the run's longest completion in tokens. Accuracy, which group filters
+read, stays."""
 
 import dataclasses
 import functools
