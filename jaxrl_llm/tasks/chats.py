@@ -1,7 +1,7 @@
 """Chats as token ids: prompts of problems, the mask of learned tokens, and the ends of turns for models that score.
 
-A chat is written in pieces: the prompt as ``encode`` writes it, the assistant's text, the token that ends its turn,
-the template's text up to its next turn. A piece is tokenised in place: its ids are those that it adds to the ids of the
+A chat is written in pieces: the prompt as ``encode`` writes it, the assistant's text, the token that ends its turn, the
+template's text up to its next turn. A piece is tokenised in place: its ids are those that it adds to the ids of the
 text before it (the last characters of which suffice). If a token would cross the border, the piece is tokenised by
 itself, as a policy writes it that continues the text before.
 
@@ -44,10 +44,9 @@ _CUT = "\ufdd0"  # no character, so that no text has it: cuts the spelling of a 
 
 
 class Guard:
-    """Encoder of rendered chats whose contents hold no control tokens. In messages of tools no added token is kept, in
-    those of users no special one. A system's and an assistant's contents may hold them, since the person who writes the
-    task writes these; ``of_world`` is for what an environment says in their place, and ``reply`` for what a model
-    wrote."""
+    """Encoder of rendered chats whose contents hold no control tokens: in messages of tools no added token is kept, in
+    those of users no special one. A system's and an assistant's may hold them, as the task's author writes these;
+    ``of_world`` is for what an environment says in their place, and ``reply`` for what a model wrote."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -168,7 +167,6 @@ class ChatEncoder:
 
     Args:
       wording: settings of the prompt's text.
-      tokenizer: of the model.
       stop_ids: tokens at which the model's completions end.
       options: passed to the template in addition to the messages, such as the schemas of tools. With ``template`` plain
         or chatml tools are described in the system message, and calls and results are text.
@@ -453,13 +451,12 @@ class Prompts:
 
 def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
     """Encode the prompt as token ids, int32[T], up to the start of the answer, or to where a last message of the
-    assistant has begun it.
+    assistant has begun it. The template gets ``problem.options``, and the date of the task or else of the clock. It
+    writes its own special tokens: none are added, and control tokens that a user's message spells stay text. ``plain``
+    joins the contents with blank lines, after the BOS token if the tokenizer begins every text with it.
 
-    The template gets ``problem.options``, and asks the date of the task, or the clock if the task has none. It writes
-    its own special tokens, so none are added to its text, and control tokens that a user's message spells stay text.
-    ``plain`` joins the contents with blank lines, as they are, and begins with the tokenizer's BOS token if that
-    tokenizer begins every text with it. InputError: no tokenizer or no chat template, an unknown template, one that
-    refuses the messages or does not read an option of the row."""
+    InputError: no tokenizer or chat template, an unknown template, one that refuses the messages or does not read an
+    option of the row."""
     try:
         wording = (task.template, task.system, task.suffix, task.date)
         encoder = _chat_encoder(wording, type(task), tokenizer, json.dumps(problem.options))

@@ -121,8 +121,7 @@ def same_number(value: Decimal, reference: Decimal) -> bool:
 
 
 def too_large(text: str) -> bool:
-    """Whether a text has a power of a power of numbers, or an exponent of seven digits: to write such a number out
-    takes minutes and gigabytes.
+    """Whether a text has a power of a power of numbers, or a seven-digit exponent: to write it out takes gigabytes.
 
     >>> too_large("10^{10^{10}}"), too_large("9**9**9"), too_large("2^{1000}"), too_large("(x^2)^3")
     (True, True, False, False)
@@ -132,9 +131,8 @@ def too_large(text: str) -> bool:
 
 def normalise(text: str) -> str:
     """Return the text in the characters that answers are compared in: full-width, half-width and mathematical letters,
-    digits and signs become plain ones, and so does the minus sign. Characters that this would turn into another number
-    stay. It is NFKC without superscripts, subscripts, fractions and squared units. Code that counts characters must not
-    use it.
+    digits and signs, and the minus sign, become plain ones, unless that makes another number. It is NFKC without
+    superscripts, subscripts, fractions and squared units; code that counts characters must not use it.
 
     >>> normalise("－１，２３４．５ m²")
     '-1,234.5 m²'

@@ -1,7 +1,5 @@
-"""Messages of chats in rows: their fields, the calls of tools in them, and the options that the chat template gets.
-
-The caller adds the row's place to the errors raised here.
-"""
+"""Messages of chats in rows: their fields, the calls of tools in them, and the options that the chat template gets. The
+caller adds the row's place to the errors raised here."""
 
 import decimal
 import itertools

@@ -1,11 +1,7 @@
-"""Prompt streams: an endless order of problems, a function of the seed and of the results so far.
-
-``Shuffled`` asks the problems of one task in epochs, ``Scheduled`` by a curriculum, ``Interleaved`` those of
-several tasks, each with its exact share.
-
-Curricula: which problems a task asks, by how often each was solved. ``drop`` removes problems, ``easy_to_hard``
-opens a growing share of the rest, ``prioritised`` sets how the open ones are drawn.
-"""
+"""Prompt streams: an endless order of problems, a function of the seed and of the results so far. ``Shuffled`` asks the
+problems of one task in epochs, ``Scheduled`` by a curriculum, ``Interleaved`` those of several tasks, each with its
+exact share. Curricula: which problems a task asks, by how often each was solved. ``drop`` removes problems,
+``easy_to_hard`` opens a growing share of the rest, ``prioritised`` sets how the open ones are drawn."""
 
 import dataclasses
 import functools
@@ -256,14 +252,9 @@ class EasyToHard(Setting):
         require(not reversed_success, f"{where}rising must be left out where by is success, got {self.rising}")
 
     def __call__(self, difficulty: np.ndarray, candidates: np.ndarray, number: int, ties: np.ndarray) -> np.ndarray:
-        """Return which problems are open, bool[N].
-
-        Args:
-          difficulty: [N].
-          candidates: bool[N], those that are not dropped.
-          number: of the prompt.
-          ties: int[N], a permutation: of equally easy problems those with smaller numbers come first.
-        """
+        """Return which problems are open, bool[N], to prompt ``number``. ``difficulty``: [N]; ``candidates``: bool[N],
+        those that are not dropped; ``ties``: int[N], a permutation: of equally easy problems smaller numbers come
+        first."""
         total = int(candidates.sum())
         share = min(1.0, self.start + (1 - self.start) * number / self.over)
         count = math.ceil(share * total - 1e-9)  # a share's rounding opens no further problem
@@ -374,20 +365,14 @@ def _is_number(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Scheduled(PromptStream):
-    """Prompt stream of a curriculum.
+    """Prompt stream of a curriculum over N problems. ``seed``: of every draw, with the prompt's number.
+    ``prior_memory``: memory of another run's stream; empty for none.
 
     It remembers arrays with an entry for each problem: ``tries`` and ``solved``, float32, faded counts of verified
     answers and of how much of them was right; ``streak`` and ``last`` as ``Dropping`` reads them; and also ``asked``,
     prompts so far, ``since``, the number of the first one of ``easy_to_hard``, ``begun``, the prompt that began the
     present round, and ``problems``, a digest of their ids. A memory that holds only the places of prompts (``PLACES``)
-    starts the counts anew; prompts asked without a curriculum count as asked in epochs.
-
-    Attributes:
-      curriculum: the rules.
-      problems: all of them, N.
-      seed: of every draw, with the prompt's number.
-      prior_memory: memory of another run's stream; empty for none.
-    """
+    starts the counts anew; prompts asked without a curriculum count as asked in epochs."""
 
     curriculum: Curriculum
     problems: Sequence[Problem]

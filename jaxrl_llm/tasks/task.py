@@ -1,6 +1,5 @@
 """Tasks: the sources of problems and of rows to learn (generators, a table on disk, a data set of the hub, rows in
-memory), the check of the answers, and the part held out for evaluation.
-"""
+memory), the check of the answers, and the part held out for evaluation."""
 
 import contextlib
 import dataclasses
@@ -180,14 +179,8 @@ MISSING = "missing: "
 
 
 class InMemory:
-    """Rows held in memory: a list of dictionaries, or a ``datasets.Dataset``, which is not copied.
-
-    Args:
-      rows: the rows, or the output of ``to_save``.
-
-    Raises:
-      InputError: ``rows`` is not a table of rows.
-    """
+    """Rows held in memory: a list of dictionaries, a ``datasets.Dataset``, which is not copied, or the output of
+    ``to_save``. InputError: ``rows`` is not a table of rows."""
 
     def __init__(self, rows):  # without an annotation: what has one becomes a flag of the command line
         self._missing = rows if isinstance(rows, str) and rows.startswith(MISSING) else ""
@@ -346,14 +339,10 @@ def as_path(function: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded(Generic[Item]):
-    """A task's problems, or the rows of data: each occurs once, and each prompt in one of the two parts.
-
-    Attributes:
-      train: in the source's order.
-      held_out: in the order of the hashes of their prompts, so that the first n are a fair sample.
-      notes: a line for each reason for which some were dropped or changed, with counts.
-      left_out: the note about rows that were dropped or truncated; empty without such rows.
-    """
+    """A task's problems, or the rows of data: each occurs once, and each prompt in one of the two parts. ``train``: in
+    the source's order; ``held_out``: in the order of the hashes of their prompts, so that the first n are a fair
+    sample. ``notes``: a line for each reason for which some were dropped or changed, with counts; ``left_out``: the
+    note about rows that were dropped or truncated, or empty."""
 
     train: tuple[Item, ...]
     held_out: tuple[Item, ...]

@@ -1,10 +1,6 @@
-"""Templates: turn chats into text.
-
-Chat templates of strangers, in a process with limits: a template is a program that may never end.
-
-Jinja's own sandbox keeps it from files and objects; it bounds neither time nor memory. The program of the process is
-``main``: over one connection it gets the arguments of ``render``, and answers in JSON.
-"""
+"""Templates: turn chats into text. Chat templates of strangers, in a process with limits: a template is a program that
+may never end. Jinja's own sandbox keeps it from files and objects; it bounds neither time nor memory. The program of
+the process is ``main``: over one connection it gets the arguments of ``render``, and answers in JSON."""
 
 import contextlib
 import datetime
