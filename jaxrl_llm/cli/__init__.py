@@ -71,8 +71,7 @@ def main() -> None:
 
 
 def _report(unraisable: Any) -> None:
-    """Report an unraisable exception like Python, except those of TensorStore's threads about an event loop that Orbax
-    closed after a failure."""
+    """Report an unraisable exception, except TensorStore's about an event loop that Orbax closed after a failure."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
@@ -98,9 +97,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def explain(error: BaseException | None, command: str) -> str | None:
-    """Return one line for a failure of the machine that a person can mend; None for any other. Orbax and JAX wrap the
-    cause in errors of their own, so the chain is searched, and their texts too. A full disk comes first: TensorStore
-    calls that RESOURCE_EXHAUSTED as well."""
+    """Return one line for a failure of the machine that a person can mend; None for any other. Errors of Orbax and JAX
+    wrap the cause, so the chain and their texts are searched; first for a full disk, RESOURCE_EXHAUSTED to TensorStore.
+    """
     no_room = ("No space left on device", "Disk quota exceeded", "File too large")
     no_right = ("Permission denied", "Read-only file system", "Operation not permitted")
     no_memory = ("RESOURCE_EXHAUSTED", "Out of memory")

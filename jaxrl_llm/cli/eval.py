@@ -172,14 +172,9 @@ class Distance:
     """Estimates of KL(tested || other) of the next token, nats, on tokens that the tested model sampled.
 
     ``k1``, log p - log q, and ``k3``, q/p - 1 - log(q/p), are both unbiased, since the tokens are sampled from p at the
-    temperature at which p and q are taken; k3 is never negative, and varies less where the two are near.
-
-    Attributes:
-      to: the other's name, as it was given.
-      step: of the other's run; None for a model.
-      task: the label of the task with these answers.
-      sums: float64[n, 3] for each completion: its tokens, and the sums over them of k1 and of k3.
-    """
+    temperature at which p and q are taken; k3 is never negative, and varies less where the two are near. ``to``: the
+    other's name, as it was given; ``step``: of its run, None for a model. ``task``: label of the task with these
+    answers. ``sums``: float64[n, 3] for each completion: its tokens, and the sums over them of k1 and of k3."""
 
     to: str
     step: int | None
@@ -334,8 +329,7 @@ def check_options(options: EvalOptions, settings: configs.Run, to: str | None = 
 def evaluate_answers(
     name: str, trained: Trained | None, settings: configs.Run, options: EvalOptions, all_problems: bool, to: str | None
 ) -> tuple[Policy, tuple[Any, ...], list[str], tuple[Distance, ...]]:
-    """Evaluate; return (policy, results of each task, notes on the problems, KL to the model ``to`` on each task; empty
-    without ``to``)."""
+    """Evaluate; return (policy, results of each task, notes on the problems, KL to ``to`` on each task, or empty)."""
     from jaxrl_llm.rollout.evaluate import EvaluationReport, EvaluationSet, evaluate
     from jaxrl_llm.telemetry.progress import Progress, Schedule
 

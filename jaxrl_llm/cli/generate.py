@@ -204,9 +204,8 @@ def print_answer(
 
 
 def stable_text(tokens: Any, tokenizer: Any) -> str:
-    """Return the beginning of an answer's text that no later token can change. The rest waits: the bytes of an
-    incomplete character, and bytes that are single tokens, since a tokenizer with byte tokens reads a whole row of them
-    as characters, or not at all."""
+    """Return the beginning of an answer's text that no later token can change: without an incomplete character, and
+    without single bytes, since a tokenizer with byte tokens reads a whole row of them as characters, or not at all."""
     count = len(tokens)
     while count and re.fullmatch("<0x[0-9A-F]{2}>", tokenizer.convert_ids_to_tokens(int(tokens[count - 1])) or ""):
         count -= 1
@@ -270,9 +269,9 @@ def take_turn(
 def fit_context(
     policy: Policy, messages: Sequence[Message], task: Task, longest: int
 ) -> tuple[Sequence[int], Sequence[Message]]:
-    """Return the token ids of a chat, and the chat, without its first turns as needed to leave room for an answer. The
-    room is ``longest`` tokens, or a quarter of the model's positions where that is less. The system message and the
-    last message stay."""
+    """Return the token ids of a chat, and the chat, without as many first turns as leave room for an answer:
+    ``longest`` tokens, or a quarter of the model's positions if that is less. The system message and the last message
+    stay."""
     positions = policy.model.config.attention.rope.max_positions
     room = positions - min(longest, positions // 4)
     recent = list(messages)

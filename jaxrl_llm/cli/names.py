@@ -52,8 +52,7 @@ def list_names(arguments: list[str]) -> int:
 
 
 def format_rows(rows: Rows) -> list[str]:
-    """Format names with their descriptions, wrapped in a second column. The width is the terminal's, at least 60
-    columns, and 80 without a terminal."""
+    """Format names and descriptions in two columns, wrapped to the terminal's width: at least 60, 80 without one."""
     columns = max(60, shutil.get_terminal_size((80, 24)).columns)
     width = max(len(name) for name, _ in rows) + 2
     lines = []

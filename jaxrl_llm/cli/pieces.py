@@ -23,8 +23,7 @@ ALGORITHM, CONTROLLER, UNTIL = "recipe.algorithm", "recipe.controller", "rules.u
 
 
 def piece_classes() -> dict[str, dict[str, Any]]:
-    """Return the classes that each piece may have, by the dotted name of the piece and by the names of the classes;
-    with those of the configuration's own file."""
+    """Return the classes that each piece may have, by its dotted name and theirs, and its file's own."""
     pieces: dict[str, tuple[type, ...]] = {
         "advantage": _subclasses(Estimator),
         "ratio": (ratios.Token, ratios.Sequence, ratios.SequenceToken),

@@ -76,9 +76,8 @@ def train_command(arguments: list[str]) -> int:
 
 
 def with_sizes_of(settings: configs.Configuration, name: str) -> configs.Configuration:
-    """Return the settings at the size of the configuration of this name. Everything but the method, seed and rules is
-    taken from there, so that a large configuration can be tried anywhere: recipe, minibatches and other settings of the
-    learner stay."""
+    """Return the settings at the size of the configuration of this name: all but method, seed and rules is from there,
+    so that a large configuration can be tried anywhere; recipe, minibatches and other settings of the learner stay."""
     _, source = configs.load_config(name)
     for kind in (type(settings), type(source)):
         require(
