@@ -22,14 +22,10 @@ class Instruction(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A transfer between devices.
-
-    Attributes:
-      kind: "all-gather", "all-reduce", "reduce-scatter", "all-to-all" or "collective-permute".
-      size: bytes of the whole array on one device: the result of an all-gather, the operand of the others.
-      groups: int[groups, members], partition numbers that communicate; a permute has its cycles or pairs.
-      times: how often it runs in one call of the program.
-    """
+    """A transfer between devices. ``kind``: "all-gather", "all-reduce", "reduce-scatter", "all-to-all" or
+    "collective-permute". ``size``: bytes of the whole array on one device: the result of an all-gather, the operand of
+    the others. ``groups``: int[groups, members], partitions that communicate; a permute has its cycles or pairs.
+    ``times``: how often it runs in one call of the program."""
 
     kind: str
     size: float
@@ -275,14 +271,9 @@ MIN_COPY = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """Data that is written only to change its place or layout.
-
-    Attributes:
-      kind: one of ``MOVES``; the most telling, where a kernel does several.
-      shape: shape of the written array.
-      size: its bytes.
-      source: the traced operation that it comes from.
-    """
+    """Data that is written only to change its place or layout. ``kind``: one of ``MOVES``; the most telling, where a
+    kernel does several. ``shape``: of the written array; ``size``: its bytes. ``source``: the traced operation that it
+    comes from."""
 
     kind: str
     shape: str
@@ -292,15 +283,9 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class HloLoop:
-    """A loop's body, or the program outside of all loops.
-
-    Attributes:
-      depth: nesting depth of the loop; 0 for the program.
-      times: how often it runs in one call of the program.
-      moved: bytes that one round reads and writes in the device's memory, inner loops multiplied out.
-      copies: those in its own body, of at least ``MIN_COPY`` bytes.
-      collectives: those in its own body, ``times`` times each.
-    """
+    """A loop's body, or the program outside of all loops, with ``depth`` 0. ``times``: how often it runs in one call of
+    the program. ``moved``: bytes that one round reads and writes in the device's memory, inner loops multiplied out. In
+    its own body: ``copies`` of at least ``MIN_COPY`` bytes, and ``collectives``, ``times`` times each."""
 
     depth: int
     times: float
@@ -346,9 +331,8 @@ def bytes_moved(program: HloProgram, name: str, unknown: tuple[float, ...] = ())
 
 
 def cycles(program: HloProgram, name: str = "", unknown: tuple[float, ...] = ()) -> float:
-    """Return the cycles of a TPU's core in one run of a computation, "" for the program's entry, by its compiler. Its
-    static model of each kernel writes them into the program; kernels of Pallas and collectives have none. 0 for other
-    platforms."""
+    """Return the cycles of a TPU's core in one run of a computation, "" for the program's entry, by its compiler's
+    static model, which has none for kernels of Pallas and collectives. 0 for other platforms."""
 
     def estimate(around: dict[str, Instruction], op: Instruction) -> float:
         noted = re.search(r'"estimated_cycles":"?(\d+)', op.rest)

@@ -23,20 +23,11 @@ from jaxrl_llm.types import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes of one device by kind; all but ``temporary`` are the exact sizes of arrays.
-
-    Attributes:
-      weights: the policy that learns, and the frozen base under its adapter.
-      optimiser: the policy's optimiser moments.
-      reference: the frozen reference policy.
-      critic: the weights of the critic, or of any role other than the policy.
-      critic_optimiser: the optimiser moments of those roles.
-      judges: reward models.
-      batch: a step's packed data, of all its updates.
-      sampled: the weights to sample from.
-      cache: keys and values of slots and prompts.
-      temporary: memory of programs in addition to their arguments, and padding of layouts.
-    """
+    """Bytes of one device by kind, exact sizes of arrays, but for ``temporary``: memory of programs beside their
+    arguments, and padding of layouts. ``weights``: the policy that learns, and the frozen base under its adapter;
+    ``optimiser``: its moments. ``critic``, ``critic_optimiser``: of all roles but the policy. ``reference``: the frozen
+    policy. ``judges``: reward models. ``batch``: a step's packed data, of all its updates. ``sampled``: the weights to
+    sample from. ``cache``: keys and values of slots and prompts."""
 
     weights: float = 0
     optimiser: float = 0
@@ -167,9 +158,8 @@ def pass_bytes(planned: programs.PlannedModel, compiled: Mapping[str, programs.C
 
 
 def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
-    """Estimate the bytes that a pass needs in addition to its arguments, without compiling. That is the model in the
-    compute type, in its layout, ``token_bytes`` for each token, and a chunk of logits where the model predicts tokens.
-    """
+    """Estimate without compiling the bytes that a pass needs beside its arguments: the model in the compute type, in
+    its layout, ``token_bytes`` for each token, and a chunk of logits where the model predicts tokens."""
     layout = planned.forward.layout
     compute = planned.forward.compute
     config = planned.model.config
@@ -183,16 +173,11 @@ def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The predicted memory and time of a run, with its settings resolved, on a machine.
-
-    Attributes:
-      state: all that the run learns and keeps, as shapes.
-      learning, sampling: memory of one device meanwhile; None where the run's steps do not sample.
-      phases: of a step, with their least times.
-      compiled: programs by name; empty where formulas are used.
-      chosen: notes on backends of attention and matrix products, and on assumptions.
-      more: bytes that one more of each adds to a device: "groups", "slots", "rows" of a microbatch.
-    """
+    """The predicted memory and time of a resolved run on a machine. ``state``: all that it learns and keeps, as shapes.
+    ``learning``, ``sampling``: memory of one device meanwhile; None where no step samples. ``phases``: of a step, with
+    their least times. ``compiled``: programs by name; empty for formulas. ``chosen``: notes on backends of attention
+    and matrix products, and on assumptions. ``more``: bytes that one more adds to a device: "groups", "slots", "rows"
+    of a microbatch."""
 
     run: Any
     machine: Machine
@@ -282,14 +267,10 @@ def plan_run(
     more: bool = False,
     say: Callable[[str], None] = lambda text: None,
 ) -> Plan:
-    """Plan a resolved run on a machine, by its compiled programs, or by formula if not ``compiling``.
-
-    Args:
-      devices: as their compiler describes them; None to use formulas.
-      mean: tokens of a completion, for the times; None for the longest. Memory is always that of the longest.
-      more: find out how large microbatches may be, which takes one more compilation.
-      say: called with a line about each compilation.
-    """
+    """Plan a resolved run on a machine, by its compiled programs, or by formula if not ``compiling``. ``devices``: as
+    their compiler describes them; None to use formulas. ``mean``: tokens of a completion, for the times; None for the
+    longest, on which memory is always based. ``more``: find out how large microbatches may be, which takes one more
+    compilation. ``say``: called with a line about each compilation."""
     run, notes = compilable(run, config, machine) if compiling else (run, ())
     find, assumed = programs.architecture_finder(config)
     run = with_microbatch_rows(run, config, machine, find)

@@ -60,14 +60,9 @@ from jaxrl_llm.types import Prompt, Role, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class PlannedModel:
-    """A model on the devices, and the data that a program reads with it.
-
-    Attributes:
-      name: of the program: "update" for the policy, or that of another role or of a pass.
-      predicts: whether it predicts tokens; a scalar model does not.
-      packed: the data of one call.
-      microbatches: non-empty microbatches of the data.
-    """
+    """A model on the devices, and ``packed``, the data of one call of a program. ``name``: "update" for the policy, or
+    that of another role or of a pass. ``predicts``: whether it predicts tokens; a scalar model does not.
+    ``microbatches``: non-empty ones of the data."""
 
     name: str
     forward: Forward
@@ -110,14 +105,9 @@ class PlannedPass(PlannedModel):
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """All arrays on the devices; every leaf is a ``ShapeDtypeStruct`` with its sharding.
-
-    Attributes:
-      state: weights, optimiser, reference.
-      packed: one optimiser update's data, for all roles.
-      learned: one for each role, the policy first.
-      passes: the passes.
-    """
+    """All arrays on the devices, as ``ShapeDtypeStruct`` with sharding: ``state`` (weights, optimiser, reference);
+    ``packed``, one optimiser update's data, for all roles; ``learned``, one for each role, the policy first;
+    ``passes``."""
 
     state: TrainState
     packed: Packed
@@ -184,8 +174,7 @@ def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) ->
 
 
 def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtype: Any, where: Any) -> SamplingArrays:
-    """Add the weights to sample from, and the slots at their largest: all of them, the longest prompts and completions,
-    the most prompt blocks."""
+    """Add the sampling weights, and all slots at their largest: longest prompts and completions, most prompt blocks."""
     rollout = sampler.rollout
     sampled = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), sharding.platform_of(where)), model)
     engine = rollout.engine
@@ -226,15 +215,11 @@ def prompt_calls(tokens: int, parts: int) -> tuple[int, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program and its needs on one device.
-
-    Attributes:
-      arguments, outputs, temporary: bytes; outputs are results in new memory.
-      cycles: of a TPU's core in one call, by its compiler, without kernels of Pallas and collectives; 0 on GPUs.
-      products: number of matrix products by implementation, which a GPU's compiler chooses.
-      seconds: duration of the compilation.
-      refused: bytes that it would need, if that is more than the device has; the other numbers are then 0.
-    """
+    """A compiled program and its needs on one device. ``arguments``, ``outputs``, ``temporary``: bytes; outputs are in
+    new memory. ``cycles``: of a TPU's core in one call, by its compiler, without kernels of Pallas and collectives; 0
+    on GPUs. ``products``: matrix products by implementation, which a GPU's compiler chooses. ``seconds``: of
+    compilation. ``refused``: bytes that it would need, if that is more than the device has; the other numbers are then
+    0."""
 
     arguments: int = 0
     outputs: int = 0
@@ -275,8 +260,7 @@ def planned_run(
 
 
 def run_meshes(run: Configuration, devices: list[Any] | None, machine: Machine | None = None) -> tuple[Any, Any]:
-    """Return the run's meshes for learning and for sampling: of these devices, or without them abstract, of the
-    machine."""
+    """Return the run's meshes for learning and for sampling, of these devices, or abstract ones of the machine."""
     if devices is not None or machine is None:
         return sharding.make_mesh(run.mesh, devices), sharding.rollout_mesh(run.mesh, devices)
     sizes = run.mesh.sizes(machine.devices), run.mesh.sampling_sizes(machine.devices)

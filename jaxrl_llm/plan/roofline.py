@@ -1,7 +1,5 @@
 """The time of a step, from compiled programs where there are some, and by formula from the sizes of a run elsewhere.
-
-With the occupancy of the engine's slots, and the duration of transfers over ICI and DCN.
-"""
+With the occupancy of the engine's slots, and the duration of transfers over ICI and DCN."""
 
 import collections
 import dataclasses
@@ -98,16 +96,10 @@ def occupancy(
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The work of a step, over all devices; a completion has ``mean`` tokens and a prompt the maximum.
-
-    Attributes:
-      prompts_flops: prefill of all prompts, once for each group; 0 where nothing is sampled.
-      score_passes: forward passes over the batch that are not differentiated: old policy, reference.
-      update_flops: useful FLOPs of one update of every role, the policy and the others; a role with more passes counts
-        with its share of those.
-      predictions: tokens of one update.
-      rows: of packed tokens that an update computes, padding included.
-      microbatches: non-empty microbatches of an update.
-    """
+    ``prompts_flops``: prefill of all prompts, once for each group; 0 where nothing is sampled. ``score_passes``:
+    forward passes over the batch without gradients: old policy, reference. ``update_flops``: useful FLOPs of one update
+    of every role; one with more passes counts with its share of those. Of an update: ``predictions``: tokens; ``rows``:
+    of packed tokens, padding included; ``microbatches``: non-empty ones."""
 
     completions: int
     mean: int
@@ -203,15 +195,9 @@ def packed_pairs(config: ModelConfig, attention: str, rows: int, row_tokens: int
 
 
 class Cost(NamedTuple):
-    """The cost of one call of a program on one device, by formula.
-
-    Attributes:
-      flops: that it computes.
-      bytes: that it reads and writes.
-      kernels: FLOPs of fused attention in a TPU's program, which its compiler does not count.
-      fixed: of the bytes, those that every call reads; a compiled program at its largest reads a ``share`` of the rest.
-      share: see ``fixed``.
-    """
+    """The cost of one call of a program on one device, by formula: ``flops``, and ``bytes`` read and written.
+    ``kernels``: FLOPs of fused attention in a TPU's program, which its compiler does not count. ``fixed``: of the
+    bytes, those that every call reads; a compiled program at its largest reads a ``share`` of the rest."""
 
     flops: float
     bytes: float
@@ -236,15 +222,10 @@ FORMULAS, BYTES, CYCLES = "formulas", "compiled bytes", "compiled cycles and byt
 class StepPart:
     """A part of the step on one device; computing, reading and sending may overlap, so the slowest decides.
 
-    Attributes:
-      name: "weights", "prompts", "decode", "score", "update", or that of another role or of a pass.
-      flops, bytes, traffic: of one device, in all ``calls`` of a step.
-      compute_s, memory_s: at the peaks of matrix products and of memory.
-      ici_s, dcn_s: inside a slice or host, and between them.
-      samples: whether it is part of the sampling half.
-      learns: whether it updates a role.
-      source: of ``compute_s`` and ``memory_s``: ``FORMULAS``, ``BYTES`` or ``CYCLES``.
-    """
+    ``name``: "weights", "prompts", "decode", "score", "update", or that of another role or of a pass. ``flops``,
+    ``bytes``, ``traffic``: in all ``calls`` of a step. ``compute_s``, ``memory_s``: at the peaks of matrix products and
+    of memory, by ``source``: ``FORMULAS``, ``BYTES`` or ``CYCLES``. ``ici_s``, ``dcn_s``: inside a slice or host, and
+    between them. ``samples``: it is part of the sampling half; ``learns``: it updates a role."""
 
     name: str
     calls: float
@@ -406,13 +387,8 @@ def update_cost(arrays: programs.Arrays, planned: programs.PlannedRole, work: Wo
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """The location of each partition of a program.
-
-    Attributes:
-      machine: the machine of the partitions.
-      slices: int[partitions], the slice or host of each.
-      coordinates: int[partitions, dimensions] in the torus; no columns where a switch links all.
-    """
+    """The location of each partition of a program on ``machine``. ``slices``: int[partitions], its slice or host;
+    ``coordinates``: int[partitions, dimensions] in the torus, no columns where a switch links all."""
 
     machine: Machine
     slices: np.ndarray
@@ -514,8 +490,7 @@ def traffic_by_formula(
 def _pass_collectives(
     planned: programs.PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]
 ) -> list[Collective]:
-    """Return the collectives of a forward pass: weights gathered, activations summed, and what experts exchange, in
-    each microbatch."""
+    """Return the collectives of a forward pass, in each microbatch: weights, sums of activations, experts' exchange."""
     config = planned.model.config
     layout = planned.forward.layout
     tokens = layout.rows * layout.row_tokens / layout.parts
