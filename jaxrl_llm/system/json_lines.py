@@ -65,9 +65,9 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def cut_after(path: str | Path, step: int) -> None:
-    """Keep only the rows up to ``step``; steps rise from row to row. The file is read from its end, and only as far as
-    it is cut: resuming a long run is as fast as a short one. InputError: a line that is read is not a JSON object, or
-    the file is a symbolic link; the file is unchanged."""
+    """Keep only the rows up to ``step``; steps rise. The file is read from its end, as far as it is cut: a long run
+    resumes as fast as a short one. InputError: a line read is no JSON object, or the file is a symbolic link; the file
+    is unchanged."""
     path = Path(path)
     if not path.exists():
         return

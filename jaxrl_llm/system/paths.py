@@ -45,8 +45,7 @@ class InUse(InputError):
 
 
 def cache_directory() -> Path:
-    """Return the folder of fetched models and compiled programs: ``JAXRL_LLM_CACHE``, or one in the user's cache
-    directory."""
+    """Return the folder of fetched models and compiled programs: ``JAXRL_LLM_CACHE``, or in the user's cache."""
     if configured := os.environ.get("JAXRL_LLM_CACHE"):
         return Path(configured).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxrl_llm"
@@ -96,9 +95,9 @@ def relative_path(path: Path) -> str:
 
 @contextlib.contextmanager
 def new_file(target: Path) -> Generator[Path]:
-    """Yield a temporary file next to ``target`` that replaces it if the block succeeds, and is removed otherwise. The
-    folder may belong to another person: an existing file with the temporary name, left by a killed process or a link to
-    somewhere else, is removed and never written through."""
+    """Yield a temporary file next to ``target`` that replaces it if the block succeeds, and is removed otherwise. Its
+    name may exist, left by a killed process, or as another person's link to elsewhere: it is removed, never written
+    through."""
     part = target.with_name(f".{target.name}.part")
     try:
         with on_exit(lambda *reason: part.unlink(missing_ok=True)):
@@ -124,10 +123,10 @@ def open_nofollow(path: Path, mode: str = "ab", encoding: str | None = None) -> 
 
 @contextlib.contextmanager
 def alone(directory: Path, remedy: str) -> Generator[Path]:
-    """Lock a folder for this process; the kernel releases the lock when the process ends, in any way. The file
-    ``lock``, which is yielded, names the holder and is removed at the end. On a file system without locks the folder is
-    not locked, and a warning is printed. ``directory``: exists; ``remedy``: an alternative to waiting, for the message.
-    InUse: another process holds it; the line names that process."""
+    """Lock a folder, which exists, for this process; the kernel releases the lock when it ends, in any way. The file
+    ``lock``, which is yielded, names the holder and is removed at the end. Where a file system has no locks there is a
+    warning instead. ``remedy``: an alternative to waiting, for the message. InUse: another process, named in the line,
+    has it."""
     path = directory / LOCK
     while True:
         file = open_nofollow(path, "a+")
@@ -197,8 +196,7 @@ def hint_accelerator(root: Path = Path("/")) -> None:
 
 
 def config_folder() -> Path:
-    """Return the folder of the shipped configurations: next to the package in a source tree, inside it once
-    installed."""
+    """Return the folder of the shipped configurations: beside the package in a source tree, else inside it."""
     tree = Path(__file__).resolve().parents[2]
     if (tree / "pyproject.toml").is_file() and (tree / "configs").is_dir():
         return tree / "configs"

@@ -3,8 +3,7 @@
 Each address has a mirror, a folder in the cache directory whose path tells the address, so all other modules work with
 folders. The files of a run or model are copied to its mirror before they are read (``folder``), and a run that trains
 uploads its own at each checkpoint (``push``). Checkpoints stay in the storage, and are complete once they have a
-marker: Orbax writes those of ``gs://`` directly, those of ``s3://`` are written to the mirror and uploaded.
-"""
+marker: Orbax writes those of ``gs://`` directly, those of ``s3://`` are written to the mirror and uploaded."""
 
 import contextlib
 import fcntl
@@ -53,9 +52,9 @@ _compared: dict[Path, float] = {}
 
 
 def split(name: str, field: str = "") -> tuple[str, str] | None:
-    """Split an address into the scheme and the rest, without a slash at its end; None for the path of a file system.
-    ``field``: the field or flag that has this value. InputError: it is an address of another kind, or names no folder
-    of a bucket."""
+    """Split an address into the scheme and the rest, without a final slash; None for the path of a file system.
+    ``field``: the field or flag with this value. InputError: an address of another kind, or without a folder of a
+    bucket."""
     if ADDRESS.match(name) is None:
         return None
     scheme, _, rest = name.partition("://")
@@ -240,8 +239,7 @@ def _clear(path: Path) -> None:
 
 
 def _listing(files: Any, url: str) -> dict[str, str]:
-    """Return the versions of the files at an address, and in its code, by name; {} if it holds neither a run nor a
-    model."""
+    """Return the versions of the files at an address, and in its code, by name; {} without a run or model there."""
     try:
         entries = files.ls(url, detail=True)
     except FileNotFoundError:
