@@ -26,15 +26,10 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker sees it when it starts.
-
-    Attributes:
-      directory: the run's; its name is the run's name, and a tracker may keep files there.
-      config: its configuration as plain values.
-      project: the project to write to; None for the tracker's own default.
-      resumed_at: the step of the checkpoint that the run resumes from: later steps will come again. -1 if it starts
-        over in a directory that it has begun before; None for a new run.
-    """
+    """A run as a tracker sees it when it starts. ``directory``: the run's; its name is the run's name, and a tracker
+    may keep files there. ``config``: as plain values. ``project``: to write to; None for the tracker's own default.
+    ``resumed_at``: the step of the checkpoint that the run resumes from: later steps will come again. -1 if it starts
+    over in a directory that it has begun before; None for a new run."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -58,8 +53,7 @@ class Tracker(Protocol):
         """Take one step's metrics: numbers, booleans and text by name, without those that were not measured."""
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Take completions of a step with an evaluation: values of ``SAMPLE_COLUMNS``, at most 16 of the evaluation's
-        answers and 16 of training."""
+        """Take a step's completions with an evaluation: ``SAMPLE_COLUMNS``, at most 16 of its and 16 of training."""
 
     def close(self) -> None:
         """Flush, and end the run."""
@@ -95,11 +89,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run in Weights & Biases; a resumed run continues under the same id.
-
-    Raises:
-      InputError: wandb refuses to start the run (without an account, for example).
-    """
+    """A run in Weights & Biases; resumed, it keeps its id. InputError: wandb refuses it (without an account, say)."""
 
     def __init__(self, run: TrackedRun):
         import wandb
@@ -131,14 +121,9 @@ class Wandb:
 
 
 class Trackio:
-    """A run in trackio, in its database on this machine unless trackio's own variables name a Space or a server.
-
-    A resumed run continues under the same name, which ends with letters of its identity: trackio knows runs by name.
-    Its messages go to log.txt.
-
-    Raises:
-      InputError: trackio refuses to start the run.
-    """
+    """A run in trackio, in its database on this machine unless trackio's own variables name a Space or a server. A
+    resumed run continues under the same name, which ends with letters of its identity: trackio knows runs by name. Its
+    messages go to log.txt. InputError: trackio refuses to start the run."""
 
     def __init__(self, run: TrackedRun):
         import trackio
@@ -290,19 +275,12 @@ def _log_prints() -> Generator[None]:
 class RunWriter(contextlib.AbstractContextManager):
     """Writer of each step's metrics to all outputs; construct it on one process of a run only.
 
-    Args:
-      run_dir: the run's directory; made if missing.
-      resumed_at: the step of the checkpoint that the run resumes from: rows of later steps are cut off, so that each
-        step appears once. -1 cuts all of them (a run that stopped before its first checkpoint). None is a new run.
-      trackers: names of trackers that get each row and completions too, as in ``Output.trackers``.
-      config: the run's configuration as plain values, for trackers.
-      tell: called with each row once it is on the disk, as it is written there.
-      warn: called with one line when a tracker fails.
-
-    Raises:
-      InputError: a new run's directory holds metrics already; a row is not valid JSON; a tracker is unknown, not
-        installed, or refuses the run.
-    """
+    ``run_dir``: made if missing. ``resumed_at``: the step of the checkpoint that the run resumes from: rows of later
+    steps are cut off, so that each step appears once. -1 cuts all (a run that stopped before its first checkpoint);
+    None is a new run. ``trackers``: names of those that get each row and completions too, with ``config``, plain
+    values. ``tell``: called with each row as written, once it is on the disk; ``warn``: with one line when a tracker
+    fails. InputError: a new run's directory holds metrics already; a row is not valid JSON; a tracker is unknown, not
+    installed, or refuses the run."""
 
     def __init__(
         self,

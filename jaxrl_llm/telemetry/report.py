@@ -1,8 +1,6 @@
-"""``report.html``: one page that opens without a network. During a run, a separate process writes the page.
-
-A report reads all files of the run. In the run's own process that would take memory that grows with its steps, and
-time without training.
-"""
+"""``report.html``: one page that opens without a network. During a run, a separate process writes the page. A report
+reads all files of the run. In the run's own process that would take memory that grows with its steps, and time without
+training."""
 
 import base64
 import dataclasses
@@ -138,9 +136,8 @@ def thin_curve(steps: list[int], values: list[float], most: int) -> tuple[list[i
 
 
 def choose_lines(path: Path, runs: int = 1) -> tuple[list[bytes], int]:
-    """Return all lines of a samples.jsonl, and their number; of a long file the lines of evenly spaced steps, with the
-    first and the last. Lines are distinguished by their beginning and not parsed, so that hundreds of megabytes take a
-    second. ``runs`` share the report."""
+    """Return the lines of a samples.jsonl and their number; of a long file those of evenly spaced steps, with first and
+    last. Lines are distinguished unparsed, so that hundreds of megabytes take a second. ``runs`` share the report."""
     batches: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for begin, size, key in _index_lines(path):
         batches.setdefault(key, []).append((begin, size))
@@ -224,11 +221,7 @@ def render_page(directories: Sequence[Path]) -> str:
 
 
 class Reporter:
-    """Writer of one run's report. A failure is logged: it never ends the run.
-
-    Args:
-      run_dir: the run's directory.
-    """
+    """Writer of one run's report. A failure is logged: it never ends the run."""
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir
