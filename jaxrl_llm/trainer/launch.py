@@ -58,9 +58,7 @@ FILE_VISIBLE_S = 20.0
 
 class Result(int):
     """The exit code of a training (0 done, 3 stopped by a guard, 75 preempted: call it again to resume), with the run.
-
-    Attributes:
-      directory: the run's; of one in object storage, the folder on this machine with its files but the checkpoints.
+    ``directory``: the run's; of one in object storage, the folder on this machine with its files but the checkpoints.
     """
 
     directory: Path
@@ -103,17 +101,10 @@ def launch(
     peers: Peers = ALONE,
     voice: Verbosity = Verbosity(),
 ) -> Result:
-    """Train, or resume, in the run's directory, and print a summary; return the exit code with the run. InputError: the
-    directory cannot be used, or whatever the run cannot work with.
-
-    Args:
-      loaded: settings, resolved and validated, and where they came from. The directory is ``runs/NAME`` where they name
-        none.
-      fresh: start over in a new one.
-      start: begin a new run with the weights of this checkpoint or snapshot.
-      peers: the other processes of the run.
-      voice: how much is printed.
-    """
+    """Train, or resume, in the run's directory, and print a summary; return the exit code with the run. ``loaded``:
+    settings, resolved and validated, and where they came from; the directory is ``runs/NAME`` where they name none.
+    ``fresh``: start over in a new one. ``start``: begin a new run with the weights of this checkpoint or snapshot.
+    ``voice``: how much is printed. InputError: the directory cannot be used, or whatever the run cannot work with."""
     began = time.monotonic()
     chosen, resolved = decide_start(peers, loaded, fresh, start)
     directory = chosen.absolute()  # a tool may change the current folder
@@ -249,10 +240,10 @@ def decide_start(
 def choose_directory(
     settings: configs.Configuration, name: str, fresh: bool, start: configs.Start | None = None
 ) -> tuple[Path, configs.LoadedConfig | None, list[str]]:
-    """Return the run's directory, the run that has begun there, and the changes of its settings that are recorded. With
-    ``fresh`` it is the first free name; with ``start`` that, or a run that began with these settings and weights. For
-    an address it is the mirror. InputError: the path is a file, or has a run that began with other settings; or the
-    storage cannot be reached."""
+    """Return the run's directory, the run that has begun there, and the recorded changes of its settings. With
+    ``fresh`` it is the first free name; with ``start`` that, or a run that began with these settings and weights; for
+    an address the mirror. InputError: a file, or a run that began with other settings, is there; or the storage cannot
+    be reached."""
     base = storage.mirror(settings.output.run_dir or f"runs/{name}", "run_dir")
     directory = storage.refreshed(base)
     number = 2
@@ -335,9 +326,8 @@ def report_finished(directory: Path, settings: configs.Configuration, ending: st
 def ending_reason(
     before: configs.LoadedConfig, settings: configs.Configuration, changed: Sequence[str], edited: Sequence[str]
 ) -> str:
-    """Return why a rule has ended a run as done before its steps were made; empty if none has, or if it would not end
-    the run with its present settings. ``changed``: settings that differ from those before; ``edited``: files of the
-    run's own code."""
+    """Return why a rule has ended a run as done before its steps were made; empty if none has, or would with its
+    present settings. ``changed``: settings that differ from those before; ``edited``: files of the run's own code."""
     directory = Path(before.directory or "")
     place = directory / CHECKPOINTS / str(max(steps_in(directory / CHECKPOINTS), default=0))
     memory = ended_at(place)

@@ -1,7 +1,5 @@
-"""The training loop: a run is a sequence of phases, and a phase is a loop of steps.
-
-A stage makes the steps, rules decide between them; this module evaluates, applies decisions, records and saves.
-"""
+"""The training loop: a run is a sequence of phases, and a phase is a loop of steps. A stage makes the steps, rules
+decide between them; this module evaluates, applies decisions, records and saves."""
 
 import contextlib
 import dataclasses
@@ -60,16 +58,9 @@ def train(
 ) -> int:
     """Train, or resume from the directory's newest whole checkpoint; return the exit code. Every process makes the same
     decisions from the same numbers; values of one process (a file, a signal, a score) come through ``peers``. Only
-    process 0 writes and prints.
-
-    Args:
-      run: validated.
-      directory: the run's; made by the caller, with config.json in it.
-      say: prints a line that should stay visible.
-      peers: the other processes of the run.
-      weights: the step of another run with the first weights; None for the model's own.
-      voice: how much is printed on the way.
-    """
+    process 0 writes and prints. ``run``: validated. ``directory``: made by the caller, with config.json in it. ``say``:
+    prints a line that should stay visible. ``weights``: the step of another run with the first weights; None for the
+    model's own. ``voice``: how much is printed on the way."""
     phases = range(len(configs.phases_of(run)))
     devices = len(all_devices())
     for number in phases:
@@ -237,15 +228,9 @@ def keep_if_best(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> bo
 
 
 def save(context: RunContext, cursor: Cursor, decision: Decision, stop_requested: bool, last_save: float) -> bool:
-    """Save what is due after a step: a snapshot, a checkpoint; return whether a checkpoint was begun.
-
-    Args:
-      context: of the run.
-      cursor: after the step, or at the start of the next phase.
-      decision: after the step.
-      stop_requested: whether the run was asked to stop.
-      last_save: time of the last checkpoint, by the monotonic clock of process 0.
-    """
+    """Save what is due after a step, or at the start of the next phase: a snapshot, a checkpoint; return whether a
+    checkpoint was begun. ``decision``: after the step. ``stop_requested``: whether the run was asked to stop.
+    ``last_save``: time of the last checkpoint, by the monotonic clock of process 0."""
     step, store, schedule = cursor.step, context.store, context.schedule
     minutes = context.peers.first(lambda: (time.monotonic() - last_save) / 60)
     overdue = 0 < context.run.output.checkpoint_minutes <= minutes
@@ -280,14 +265,8 @@ def save_after_failure(
     context: RunContext, cursor: Cursor, host: LoopState, updates: list[int], reason: str
 ) -> tuple[int, str]:
     """Save the state before a step that failed, if no update has replaced it; return the exit code, and why it ends.
-    Stopped: the run has several processes, of which the others may not be there to save.
-
-    Args:
-      context: of the run.
-      cursor: as the step has left it.
-      host, updates: as they were before the step.
-      reason: of the failure.
-    """
+    ``cursor``: as the step has left it. ``host``, ``updates``: as before it. ``reason``: of the failure. Stopped: the
+    run has several processes, of which the others may not be there to save."""
     intact = not any(x.is_deleted() for x in jax.tree.leaves(cursor.state)) and updates == count_updates(cursor.state)
     message = f"{reason}; the steps since its last checkpoint are lost: {RESUME_HINT}"
     if context.peers.count > 1:

@@ -1,7 +1,6 @@
 """State of a run in progress: the parts fixed while it trains, its position, the host state in its checkpoints, and
 requests to it. The state of a phase is fresh, another run's, restored, or carried over; a rollback restores as a resume
-does.
-"""
+does."""
 
 import contextlib
 import dataclasses
@@ -51,15 +50,10 @@ from jaxrl_llm.types import TrainState
 
 @dataclasses.dataclass
 class LoopState:
-    """The host state of the loop, saved with the device state.
-
-    Attributes:
-      carry: what the last step passes to the next one; None before the first.
-      memory: of each rule.
-      coefficients: of the loss, for the next step, where a rule moves them.
-      problems: fingerprints of the problems that the run, or its phase, began with; empty between two phases.
-      phase: the number of the run's phase, from 0.
-    """
+    """The host state of the loop, saved with the device state. ``carry``: what the last step passes to the next one;
+    None before the first. ``memory``: of each rule. ``coefficients``: of the loss, for the next step, where a rule
+    moves them. ``problems``: fingerprints of those that the run, or its phase, began with; empty between two phases.
+    ``phase``: its number, from 0."""
 
     carry: Any = None
     memory: Memory = dataclasses.field(default_factory=dict)
@@ -80,23 +74,12 @@ class LoopState:
 
 @dataclasses.dataclass
 class RunContext:
-    """The parts of a run that stay the same through its phases.
-
-    Attributes:
-      run: its settings.
-      directory: the run's.
-      start: the step of the checkpoint that it resumes from; None for a new run.
-      weights: the checkpoint that a new run takes its first weights from; None for those of its model.
-      peers: its processes.
-      mesh: of its devices.
-      schedule: of evaluations and checkpoints.
-      store: of checkpoints.
-      progress: the display for people.
-      writer: of the files; None on all processes but the first.
-      tracker: the input of guards, on process 0; None without guards.
-      stop: whether the run was asked to stop.
-      update_s: seconds of the last step's updates; infinite before the first one of this process.
-    """
+    """The parts of a run that stay the same through its phases. ``start``: the step of the checkpoint that it resumes
+    from; None for a new run. ``weights``: the checkpoint that a new run takes its first weights from; None for its
+    model's. ``schedule``: of evaluations and checkpoints. ``store``: of checkpoints. ``progress``: the display for
+    people. ``writer``: of the files; None but on the first process. ``tracker``: the input of guards, on process 0;
+    None without guards. ``stop``: whether the run was asked to stop. ``update_s``: seconds of the last step's updates;
+    infinite before the first one of this process."""
 
     run: Configuration
     directory: Path
@@ -119,16 +102,8 @@ class RunContext:
 
 @dataclasses.dataclass
 class Cursor:
-    """The current position of a run.
-
-    Attributes:
-      settings: of its phase.
-      tokenizer: of its model.
-      stage: makes the steps of the phase.
-      state: on the devices.
-      host: the host state.
-      step: the last one that is made.
-      row: the first entries of the next row.
+    """The current position of a run. ``settings``: of its phase, whose steps ``stage`` makes. ``state``: on the
+    devices; ``host``: the host state. ``step``: the last one that is made. ``row``: the first entries of the next row.
     """
 
     settings: Configuration
@@ -270,15 +245,9 @@ def remove_reset_request(directory: Path, memory: Memory) -> None:
 
 
 def load_phase(context: RunContext, number: int, cursor: Cursor | None, resources: Any) -> Cursor:
-    """Return the position before the first step of a phase; everything that may refuse the run is tried before any
-    output.
-
-    Args:
-      context: of the run.
-      number: the phase's.
-      cursor: where the phase before has ended; None for the first one of this process.
-      resources: of the phase's stage.
-    """
+    """Return the position before the first step of phase ``number``; everything that may refuse the run is tried before
+    any output. ``cursor``: where the phase before has ended, None for this process's first; ``resources``: of the
+    stage."""
     all_phases, mesh, progress, start = context.run, context.mesh, context.progress, context.start
     run = configs.in_phase(all_phases, number)
     if cursor is None:
@@ -399,8 +368,8 @@ def restore_state(
 def take_weights(
     state: TrainState, run: configs.Configuration, weights: configs.Start, mesh: Any, note: Callable[[str], None]
 ) -> TrainState:
-    """Return a fresh state with the policy and reference of another run's checkpoint or snapshot. The optimiser state
-    is taken over too if it exists and has the same settings. InputError: the other run's model or adapter is of another
+    """Return a fresh state with the policy and reference of another run's checkpoint or snapshot, and with its
+    optimiser state if that exists and has the same settings. InputError: the other run's model or adapter is of another
     kind."""
     other = configs.read(weights.directory / "config.json", own=False).run
     old = configs.whole(other.learner)
@@ -455,10 +424,10 @@ def take_other_roles(
 
 
 def roll_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> rules.Decision:
-    """Roll back to the newest whole checkpoint of this phase before the step that a guard names. Returns the decision
-    with the result, which is to stop if no such checkpoint exists. Data and update counts continue from here, so that
-    no two policies share a version. Groups of the abandoned policy are dropped, and the rules' memory is restored (see
-    ``memory_after_rollback``)."""
+    """Roll back to the newest whole checkpoint of this phase before the step that a guard names; return the decision
+    with the result: to stop, without such a checkpoint. Data and update counts continue from here, so that no two
+    policies share a version. Groups of the abandoned policy are dropped; for the rules' memory see
+    ``memory_after_rollback``."""
     host, before = cursor.host, int(decision.rollback or 0)
     context.store.wait()
     folder = context.directory / CHECKPOINTS
@@ -530,15 +499,9 @@ KEPT_ACROSS_PHASES = (rules.LAST, rules.BY_HAND, rules.OF_GUARDS)
 
 def next_phase(run: configs.Configuration, stage: Stage, state: TrainState, host: LoopState) -> TrainState:
     """Return the state at the start of the run's next phase: with a reference if it needs one, reset if it says so.
-
-    Args:
-      run: all of it.
-      stage: of the phase that has ended.
-      state: donated.
-      host: updated for the next phase. Coefficients moved by rules are kept if recipe and constraints stay equal; the
-        learning rate scale after a rollback is always kept. The rules' memory is cleared, except for
-        ``KEPT_ACROSS_PHASES``, and where recipe and constraints stay equal that of the entropy's controller.
-    """
+    ``stage``: of the phase that has ended. ``state``: donated. ``host``: updated: if recipe and constraints stay equal,
+    coefficients moved by rules and the memory of the entropy's controller are kept; always the learning rate scale
+    after a rollback. Else the rules' memory is cleared, except for ``KEPT_ACROSS_PHASES``."""
     before: Any = configs.in_phase(run, host.phase)
     host.phase += 1
     after: Any = configs.in_phase(run, host.phase)
