@@ -1,8 +1,6 @@
-"""Checks of a run: one for each kind of trouble, a pure function of the run's history.
-
-The value of a metric alone says little: checks compare it with the run's own past, require a change to last, and
-tolerate much in a run that learns. The thresholds are ours, chosen on synthetic and real runs.
-"""
+"""Checks of a run: one for each kind of trouble, a pure function of the run's history. The value of a metric alone says
+little: checks compare it with the run's own past, require a change to last, and tolerate much in a run that learns. The
+thresholds are ours, chosen on synthetic and real runs."""
 
 import dataclasses
 import functools
@@ -46,15 +44,8 @@ from jaxrl_llm.types import MEAN_OF_TASKS
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A trouble of a run.
-
-    Attributes:
-      kind: its name, such as ``entropy_collapse``.
-      step: the step of its beginning.
-      what: the numbers.
-      why: its usual meaning.
-      remedy: the setting to change.
-    """
+    """A trouble of a run: its ``kind``, such as ``entropy_collapse``, the ``step`` of its beginning, the numbers
+    (``what``), their usual meaning (``why``), and the setting to change (``remedy``)."""
 
     kind: str
     step: int
@@ -194,14 +185,8 @@ LOST = (
 
 
 def make_finding(kind: str, step: int, words: tuple[str, str, str] | None = None, **facts: str | int) -> Finding:
-    """Make the finding of a trouble that began at a step.
-
-    Args:
-      kind: its name.
-      step: the step of its beginning.
-      words: what, why and remedy, in place of those of ``kind``.
-      facts: values for the names in braces.
-    """
+    """Make the finding of a trouble that began at a step. ``words``: what, why and remedy, in place of those of
+    ``kind``. ``facts``: values for the names in braces."""
     what, why, remedy = words or WORDS[kind]
     return Finding(kind, step, what.format(step=step, **facts), why, remedy)
 
@@ -355,7 +340,7 @@ def _peak(test: Series) -> int | None:
 
 
 def overfitting(run: History) -> Finding | None:
-    """Find training that still rises while held-out data no longer rises, or never did; reward hacking has precedence."""
+    """Find training that still rises while held-out data no longer does, or never did; reward hacking comes first."""
     gap = next((gap for training, tests in _watched(run) if (gap := overfitting_gap(training, tests))), None)
     return gap if gap is not None and reward_hacking(run) is None else None
 
@@ -447,27 +432,20 @@ SHORT = 200
 
 
 def diagnose(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> list[Finding]:
-    """Diagnose a run by the rows of its ``metrics.jsonl``; return findings in the order of their beginning.
-
-    Only the pinned names of metrics are read; a missing, null or non-numeric value counts as unmeasured, but where an
-    update was made. Troubles that are over by the last row are not reported, except spikes of the gradient and what was
-    not a number. At most one finding of each kind. ``steps``: planned steps of an unfinished run; it counts as stalled
-    only after half of them without progress."""
+    """Diagnose a run by the rows of its ``metrics.jsonl``; return at most one finding of each kind, in the order of
+    their beginning. Only the pinned names of metrics are read; a missing, null or non-numeric value counts as
+    unmeasured, but where an update was made. Troubles that are over by the last row are not reported, except spikes of
+    the gradient and what was not a number. ``steps``: planned, of an unfinished run; it counts as stalled only after
+    half of them without progress."""
     run = history(rows, steps)
     findings = [finding for rule in RULES.values() if (finding := rule(run)) is not None]
     return sorted(findings, key=lambda finding: finding.step)
 
 
 class FindingTracker:
-    """A tracker of a run's rows that diagnoses them during the run, for guards and for people.
-
-    Guards get all findings, at steps that depend on nothing else: equal whether or not the run was interrupted. People
-    get each kind once, when it is first found.
-
-    Args:
-      steps: that the run ends with.
-      earlier: the rows of a run that is resumed; findings in them have been reported to people.
-    """
+    """A tracker of a run's rows that diagnoses them during the run. Guards get all findings, at steps that depend on
+    nothing else, interrupted or not; people get each kind once, when it is first found. ``steps``: that the run ends
+    with. ``earlier``: the rows of a run that is resumed; findings in them have been reported to people."""
 
     def __init__(self, steps: int, earlier: Iterable[Mapping[str, Any]] = ()):
         self._steps = steps
@@ -523,14 +501,8 @@ def looks(step: int) -> bool:
 
 
 def above(least: float, times: float = 1.0, more: float = 0.0, always: float = np.inf) -> Limit:
-    """Return a limit for a metric that is bad when it grows.
-
-    Args:
-      least: never bad below.
-      times: bad from this multiple of the past level.
-      more: bad from this difference to the past level.
-      always: bad from here at any past level.
-    """
+    """Return a limit for a metric that is bad when it grows: from ``times`` the past level, from ``more`` above it, and
+    from ``always`` at any past level; never below ``least``."""
     return lambda past: np.minimum(np.maximum(np.maximum(least, times * past), past + more), always)
 
 

@@ -1,10 +1,6 @@
-"""Series of numbers from a run's rows, by the pinned names of metrics, and their lasting changes.
-
-A change is measured against the run's own past, in windows of medians.
-
-Trends of a run: whether it learns, which excuses much that would else be a trouble; whether it has stalled, or
-has lost its progress.
-"""
+"""Series of numbers from a run's rows, by the pinned names of metrics, and their lasting changes. A change is measured
+against the run's own past, in windows of medians. Trends of a run: whether it learns, which excuses much that would
+else be a trouble; whether it has stalled, or has lost its progress."""
 
 import dataclasses
 import math
@@ -46,8 +42,7 @@ Limit = Callable[[np.ndarray], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """The measurements of one metric, in the order of steps. ``steps``: int64[n], each once; ``values``: float64[n],
-    finite."""
+    """The measurements of one metric, by step: ``steps``, int64[n], each once, and ``values``, float64[n], finite."""
 
     steps: np.ndarray
     values: np.ndarray
@@ -68,15 +63,9 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """The metrics of a run so far.
-
-    Attributes:
-      metrics: a series for each of ``MEASURED``; empty if never measured.
-      evaluations: the share of right answers, by task.
-      last: the last step; 0 without steps.
-      planned: the planned steps of the run, or ``last`` if that is more or the plan is unknown.
-      broken: what was not finite, by step.
-    """
+    """The metrics of a run so far. ``metrics``: a series for each of ``MEASURED``; empty if never measured.
+    ``evaluations``: the share of right answers, by task. ``last``: the last step; 0 without steps. ``planned``: steps,
+    or ``last`` if that is more or the plan is unknown. ``broken``: what was not finite, by step."""
 
     metrics: Mapping[str, Series]
     evaluations: Mapping[str, Series]
@@ -151,16 +140,9 @@ def history(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> History:
 
 @dataclasses.dataclass(frozen=True)
 class ChangePoint:
-    """A lasting change, up to the end of a series.
-
-    Attributes:
-      step: its beginning: the first step with a value unlike those before.
-      steep: the beginning of fast change: as ``step``, unless a slow change came first.
-      reached: the first step that was bad.
-      before: the past level of the series.
-      after: its median since it was bad.
-      count: measurements since then.
-    """
+    """A lasting change, up to the end of a series. ``step``: the first with a value unlike those before. ``steep``: the
+    beginning of fast change: as ``step``, unless a slow change came first. ``reached``: the first step that was bad.
+    ``before``: the past level. ``after``: the median since it was bad. ``count``: measurements since then."""
 
     step: int
     steep: int
@@ -199,14 +181,10 @@ def noise(values: np.ndarray) -> float:
 
 
 def change_point(series: Series, limit: Limit, up: bool, relative: bool = False) -> ChangePoint | None:
-    """Find the change after which a series is bad up to its end; None without one.
-
-    Args:
-      series: at least ``MIN_LOOP_TOKENS`` measurements.
-      limit: maps the lowest level so far (the highest, for a series that falls) to the bound of bad values.
-      up: whether growth is bad; else decline.
-      relative: whether its beginning is judged by factors, not by differences.
-    """
+    """Find the change after which a series of at least ``MIN_LOOP_TOKENS`` measurements is bad up to its end; None
+    without one. ``limit``: maps the lowest level so far (the highest, for a series that falls) to the bound of bad
+    values. ``up``: whether growth is bad; else decline. ``relative``: whether its beginning is judged by factors, not
+    by differences."""
     count = len(series)
     if count < FEWEST:
         return None
@@ -290,9 +268,8 @@ def improved(run: History, since: int) -> bool:
 
 
 def risen(series: Series, since: int) -> bool:
-    """Whether a series is surely and noticeably higher than before a step, or has grown since. Two changes are tested,
-    each against its standard error: from the level at the step to the last one, and along the line through all values
-    since."""
+    """Whether a series is surely and noticeably higher than before a step, or has grown since, each by its standard
+    error: from the level at the step to the last one, and along the line through all values since."""
     later = series.since(since)
     if not len(later):
         return False
@@ -344,8 +321,7 @@ def recent(count: int) -> int:
 
 
 def line(values: np.ndarray) -> tuple[float, float]:
-    """Return the change of the least-squares line from the first to the last of at least 3 values, and its standard
-    error."""
+    """Return the change of the least-squares line from first to last of at least 3 values, and its standard error."""
     count = len(values)
     x = np.arange(count) - (count - 1) / 2
     slope = float(x @ values / (x @ x))
@@ -426,8 +402,7 @@ def plateau(run: History) -> Plateau | None:
 
 
 def lost(run: History) -> Plateau | None:
-    """Find the best level of a run that has lost most of it since, by its rewards and by its evaluations, if it has
-    any."""
+    """Find the best level of a run that has lost most of it since, by rewards and by evaluations, if it has any."""
     tests = run.evaluations
     evidence = [run["reward/mean"], *([tests[MEAN_OF_TASKS]] if MEAN_OF_TASKS in tests else tests.values())]
     falls = [_fall(series) for series in evidence if len(series)]
