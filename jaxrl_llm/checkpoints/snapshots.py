@@ -3,8 +3,7 @@
 Snapshots are models that it keeps for good, in ``snapshots/STEP``, saved at a reset or a new phase; and in
 ``best/STEP`` the one of its best evaluation, as of its end and as of each checkpoint that it may resume from. A
 snapshot has only the parameters of every role, and the fingerprint of its weights in place of a frozen base. It is
-written as a checkpoint is, and read by the same functions.
-"""
+written as a checkpoint is, and read by the same functions."""
 
 import contextlib
 import itertools
@@ -37,8 +36,7 @@ def keep(directory: Path, step: int, state: TrainState, phase: int = 0, folder: 
 
 
 def keep_only(folder: Path, needed: Collection[int | None]) -> None:
-    """Remove the steps of a folder that neither the run nor another one needs, whole: they lose their names or markers
-    first."""
+    """Remove the steps of a folder that neither this run nor another needs, whole: names or markers go first."""
     for step in set(steps_in(folder)) - set(needed) - depended_on(folder, steps_in(folder)):
         place = folder / str(step)
         if storage.address(place):
@@ -55,21 +53,15 @@ def snapshot_of(state: TrainState) -> TrainState:
 
 
 def kept(directory: Path) -> dict[int, Path]:
-    """Return the directories of the steps that a run keeps, in order; a checkpoint precedes a snapshot of the same
-    step."""
+    """Return the directories of the steps that a run keeps, a checkpoint before a snapshot of the same step."""
     folders = (directory / BEST, directory / SNAPSHOTS, directory / CHECKPOINTS)
     return dict(sorted({step: folder / str(step) for folder in folders for step in steps_in(folder)}.items()))
 
 
 def standing(run: Path, step: int, was: str, *holders: Path) -> Path | None:
-    """Return the folder in which a step of a run is as it was: the run's, or else a copy of it; None without any.
-
-    Args:
-      run: its folder, which may be gone.
-      step: its number; 0 for the model that it began with.
-      was: the mark of its files then.
-      holders: runs, or copies of runs, that may keep one.
-    """
+    """Return the folder with a step of a run as it was: in ``run``, a folder that may be gone, or a copy; None without
+    any. ``step``: 0 for the model that it began with. ``was``: the mark of its files then. ``holders``: runs, or copies
+    of runs, that may keep one."""
     with contextlib.suppress(InputError):  # its storage cannot be reached
         if (storage.refreshed(run) / "config.json").is_file():
             place = kept(run).get(step)
@@ -149,8 +141,7 @@ def check_whole(step: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Refuse a run that cannot write its checkpoints, before it computes anything. InputError: quotes the operating
-    system's error."""
+    """Refuse a run that cannot write its checkpoints, before it computes. InputError: quotes the system's error."""
     if storage.address(directory):  # where the run's lock has been written
         return
     place = directory / CHECKPOINTS

@@ -1,9 +1,7 @@
-"""Checkpoints: everything that a run needs to resume, written by Orbax in the background, with checksums.
-
-A checkpoint is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of host state:
-data cursor, surplus and unfinished groups, evaluations so far. Arrays of the host state, such as stored answers, are in
-a file next to it. Random numbers need no state: they are functions of the run's seed and of counters.
-"""
+"""Checkpoints: everything that a run needs to resume, written by Orbax in the background, with checksums. A checkpoint
+is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of host state: data cursor,
+surplus and unfinished groups, evaluations so far. Arrays of the host state, such as stored answers, are in a file next
+to it. Random numbers need no state: they are functions of the run's seed and of counters."""
 
 import contextlib
 import dataclasses
@@ -78,8 +76,7 @@ def _name(path: tuple) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Newest:
-    """Orbax's preservation policy: the newest checkpoints that count, the newest of all, and those in the folder that
-    other runs depend on."""
+    """Orbax's preservation policy: the newest that count, the newest of all, and those that other runs depend on."""
 
     keep: int
     counts: Callable[[int], bool]
@@ -130,9 +127,8 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def save(self, step: int, state: TrainState, host: dict[str, Any], records: Sequence[type] = ()) -> None:
         """Start to write a step; the arrays are copied off the device before this returns, so the state may be donated.
-        An existing checkpoint of this step, from before the run was resumed at an earlier one, is replaced, and set
-        aside if other runs depend on it. ``host``: values that ``codec.to_json`` converts, with these ``records`` in
-        them."""
+        A checkpoint of this step from before the run was resumed at an earlier one is replaced, and set aside if other
+        runs depend on it. ``host``: values for ``codec.to_json``, with these ``records`` in them."""
         if jax.process_index() == 0:
             set_aside(self._directory / str(step))
         if step in self._manager.all_steps():
@@ -149,15 +145,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._manager.wait_until_finished()
 
     def restore(self, step: int, like: TrainState, mesh: Mesh, base: Any = None) -> tuple[TrainState, dict[str, Any]]:
-        """Restore the state and host values of a step, laid out on this mesh, whichever mesh it was saved from.
-        InputError: the checkpoint has other arrays than this configuration, or another base.
-
-        Args:
-          step: a complete one.
-          like: shapes and dtypes of the state.
-          mesh: of the restored state.
-          base: the frozen model, if ``like`` has one: a checkpoint holds only its fingerprint.
-        """
+        """Restore the state and host values of a complete step, laid out on this mesh, whichever mesh it was saved
+        from. ``like``: shapes and dtypes of the state. ``base``: the frozen model, if ``like`` has one: a checkpoint
+        holds only its fingerprint. InputError: the checkpoint has other arrays than this configuration, or another
+        base."""
         self.wait()
         place = self._directory / str(step)
         has_base = like.policy.base is not None
@@ -204,8 +195,8 @@ class Checkpoints(contextlib.AbstractContextManager):
                 remove_step(self._directory / str(number))
 
     def close(self) -> None:
-        """Wait for pending writes; unfinished ones are removed. Further calls do nothing. Exception: of a write that
-        failed in the background (Orbax's own kinds; a full disk among them)."""
+        """Wait for pending writes, and raise what one in the background raised (Orbax's own kinds; a full disk among
+        them); unfinished ones are removed. Further calls do nothing."""
         manager = self._manager
         self._manager = None
         if manager is None:
@@ -239,16 +230,10 @@ def parts_of(params: Any, opt_state: Any = None, role: str = "policy") -> TrainS
 
 
 def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any = None, complete: bool = False) -> Any:
-    """Restore parts of the state of a complete step; the arrays of the others are not read. InputError: the checkpoint
-    is of another model or another base, or cannot be read.
-
-    Args:
-      step_directory: ``checkpoints/STEP``.
-      like: shapes and dtypes (``jax.eval_shape``) of the parts wanted; None in place of the others.
-      mesh: of the restored parts, whichever mesh they were saved from.
-      base: the frozen model of the adapter, if there is one.
-      complete: refuse a checkpoint with other parts.
-    """
+    """Restore parts of the state of a complete step, ``checkpoints/STEP``, on ``mesh``, whichever it was saved from;
+    the arrays of the others are not read. ``like``: shapes and dtypes (``jax.eval_shape``) of the parts wanted; None in
+    place of the others. ``base``: the frozen model of the adapter, if there is one. ``complete``: refuse a checkpoint
+    with other parts. InputError: the checkpoint is of another model or another base, or cannot be read."""
     import orbax.checkpoint as ocp
 
     shapes = flatten(as_shapes(like, shardings(like, mesh)))
