@@ -1,9 +1,7 @@
 """Runs of several processes: how a process finds the others, how they exchange values, and how they end together.
-
 Arrays travel by JAX's collectives. Host values (scores, signals, files) are small and go through the store of JAX's
 coordination service instead: exactly, without a program on any device, and without an order that devices must keep. The
-first process to fail gives the reason, all exit alike, and none hangs.
-"""
+first process to fail gives the reason, all exit alike, and none hangs."""
 
 import contextlib
 import dataclasses
@@ -22,8 +20,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.signals import on_exit, quit_now
 
 FOREVER_MS = 7 * 24 * 3600 * 1000
-"""The time limit in milliseconds of waits that end when the coordination service notices a dead process, not by the
-clock."""
+"""Milliseconds of waits that end when the coordination service notices a dead process, not by the clock."""
 AGAIN = "run the same command again, on fewer if need be, to resume"
 LOST = f"another process of this run died or cannot be reached: {AGAIN}"
 
@@ -113,8 +110,7 @@ class Shutdown:
         dismiss_witness(self._witness)
 
     def lost(self, reason: str) -> None:
-        """End this process after its collectives have failed, with the reason of the process that ended first, if it
-        gave one."""
+        """End this process after its collectives failed, with the reason of the first to end, if it gave one."""
         self._watch.join(3.0 + self._service_s)  # a failing process reports its reason after its connections close
         with self._leaving:
             self._exit(1, f"{LOST} ({' '.join(reason.split())[:200]})")
@@ -145,8 +141,7 @@ class Shutdown:
             self._part(code, f"process {number} stopped: {line}")
 
     def _part(self, code: int, line: str) -> None:
-        """Exit once all processes have the reason; process 0 last, since the others are aborted when its service
-        ends."""
+        """Exit once all processes have the reason, process 0 last: the others are aborted when its service ends."""
         with contextlib.suppress(Exception):  # some are gone already
             self._client.wait_at_barrier("stopped", 5000)
         time.sleep(self._service_s)

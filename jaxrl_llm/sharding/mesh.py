@@ -1,9 +1,7 @@
 """The device mesh: axes ``data``, ``fsdp`` and ``expert`` divide the batch, ``fsdp`` and ``tensor`` all weights, and
-``expert`` those of experts. A mesh has the axis ``expert`` only if it is larger than 1.
-
-Several slices (groups of devices with a fast network of their own) are arranged along ``data``: each has whole copies
-of the weights, and only sums of gradients cross the slow network between them.
-"""
+``expert`` those of experts. A mesh has the axis ``expert`` only if it is larger than 1. Several slices (groups of
+devices with a fast network of their own) are arranged along ``data``: each has whole copies of the weights, and only
+sums of gradients cross the slow network between them."""
 
 import contextlib
 import dataclasses

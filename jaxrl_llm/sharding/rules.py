@@ -1,8 +1,6 @@
-"""The layout of all arrays: a table from parameter paths to mesh axes, and one from names of activations.
-
-Arrays are created in their layout: no process ever holds more of one than its devices do. Fingerprints of weights are a
-few bytes for each, which other weights would not have, and which the layout does not change.
-"""
+"""The layout of all arrays: a table from parameter paths to mesh axes, and one from names of activations. Arrays are
+created in their layout: no process ever holds more of one than its devices do. Fingerprints of weights are a few bytes
+for each, which other weights would not have, and which the layout does not change."""
 
 import functools
 import re
