@@ -51,15 +51,10 @@ Row = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class SampledAnswer:
-    """One sampled and verified answer.
-
-    Attributes:
-      text: without special tokens and without the token that ended it; of an episode its messages as JSON.
-      length: tokens, that one included.
-      ended: whether it was finished; otherwise it was cut off.
-      right: the verifier's result.
-      messages: of an episode, up to the model's last one; empty for a single answer.
-    """
+    """One sampled and verified answer. ``text``: without special tokens and without the token that ended it; of an
+    episode its messages as JSON. ``length``: tokens, that one included. ``ended``: it was finished, not cut off.
+    ``right``: the verifier's result. ``messages``: of an episode, up to the model's last one; empty for a single
+    answer."""
 
     text: str
     length: int
@@ -145,20 +140,10 @@ REMEDY = "give another file with --out"
 
 @dataclasses.dataclass(frozen=True)
 class CollectionCounts:
-    """Sums over the problems asked; those of several parts add up.
-
-    Attributes:
-      problems: asked.
-      solved: of these, with at least one right answer.
-      answers: sampled, K to each problem.
-      right: of these.
-      ended: of these, those that were not cut off.
-      rows: written.
-      length: tokens of the answers.
-      tokens: sampled, those of continuations too.
-      seconds: taken.
-      failed: answers that could not be verified; they count as wrong.
-    """
+    """Sums over the problems asked; those of several parts add up. ``solved``: problems with at least one right answer.
+    ``answers``: sampled, K to each problem; of these ``right``, ``ended`` (not cut off) and ``failed`` (could not be
+    verified: they count as wrong). ``rows``: written. ``length``: tokens of the answers. ``tokens``: sampled, those of
+    continuations too. ``seconds``: taken."""
 
     problems: int = 0
     solved: int = 0
@@ -277,18 +262,10 @@ Data = TypeVar("Data", Texts, Pairs, Unpaired, Steps)
 
 @dataclasses.dataclass(frozen=True)
 class CollectionPlan:
-    """The problems to ask, and the rows to make of the answers.
-
-    Attributes:
-      prompts: of the task, as token ids.
-      problems: in the order of the rows.
-      data: how many answers, how they are sampled, which are kept.
-      kind: of the rows.
-      max_new_tokens: longest answer, the stop token included.
-      seed: decides every random number.
-      separator: of steps: the text between two.
-      episode: limits of episodes; None for a task without.
-    """
+    """The problems to ask, and the rows to make of the answers. ``prompts``: of the task, as token ids. ``problems``:
+    in the order of the rows. ``data``: how many answers, how they are sampled, which are kept. ``kind``: of the rows.
+    ``max_new_tokens``: longest answer, the stop token included. ``seed``: decides every random number. ``separator``:
+    the text between two steps. ``episode``: limits of episodes; None for a task without."""
 
     prompts: Prompts
     problems: Sequence[Problem]
@@ -481,8 +458,8 @@ def _label_steps(
 
 
 def answer_value(problem: Problem, completion: Completion, accuracy: float, stops: Sequence[int]) -> float:
-    """Return a completion's accuracy; without a verifier an episode's reward, 0 if a turn was cut, which teaches not to
-    stop."""
+    """Return a completion's accuracy; unverified, an episode's reward, 0 if cut in a turn, which teaches not to stop.
+    """
     if completion.episode is None:
         return accuracy
     if any(completion.tokens[turn.end - 1] not in stops for turn in completion.episode.turns):
@@ -532,19 +509,10 @@ def collect_data(
     episode: Limits = Limits(),
 ) -> Data:
     """Collect the data of a run before its first step; return it with a table in place of its ``Collected`` source, and
-    with the wording of the prompts that the model read.
-
-    Args:
-      data: to collect; its source is a ``Collected``.
-      problems: to ask.
-      make_answerer: makes the answerer; not called if an earlier start of the run has collected everything.
-      max_new_tokens: longest answer, the stop token included.
-      seed: decides every random number.
-      directory: the run's.
-      peers: its processes.
-      status: called with lines on the progress.
-      episode: limits of episodes.
-    """
+    with the wording of the prompts that the model read. ``make_answerer``: makes the answerer; not called if an earlier
+    start of the run has collected everything. ``max_new_tokens``: longest answer, the stop token included. ``seed``:
+    decides every random number. ``directory``: the run's. ``status``: called with lines on the progress. ``episode``:
+    limits of episodes."""
     path = directory / COLLECTED
     source: Any = data.source
     task = source.task
