@@ -35,13 +35,9 @@ from jaxrl_llm.system.paths import COLLECTED, part_of
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A run and one of its checkpoints or snapshots.
-
-    Attributes:
-      run: with the paths of data and model resolved from the current folder; see ``on_this_machine``.
-      directory: the checkpoint's; that of step 0, the model that the run began with, does not exist.
-      step: its number.
-    """
+    """A run and one of its checkpoints or snapshots. ``run``: with the paths of data and model resolved from the
+    current folder; see ``on_this_machine``. ``directory``: the checkpoint's; that of step 0, the model that the run
+    began with, does not exist."""
 
     run: Configuration
     directory: Path
@@ -58,12 +54,9 @@ TESTED_ON = ("task", "data", "rollout", "answering", "batch", "evaluation")
 
 def find_run(name: str, tests: bool = False) -> Trained | None:
     """Find the run that ``RUN`` or ``RUN@STEP`` names; return None for others, such as a model's directory, which has a
-    config.json too.
-
-    ``name``: as it was given. ``tests``: whether its test settings must be complete, so that the files of a person's
-    own classes are executed. Otherwise settings that do not concern the model may be ``Unsaveable`` in parts.
-    InputError: neither a run nor a model has this name; or the run lacks this checkpoint, is of another version, or
-    lacks needed settings in its config.json."""
+    config.json too. ``tests``: whether its test settings must be complete, so that the files of a person's own classes
+    are executed; else settings that do not concern the model may be ``Unsaveable`` in parts. InputError: neither a run
+    nor a model has this name; or the run lacks this checkpoint or needed settings, or is of another version."""
     directory, _ = configs.split_step(name)
     path = directory / "config.json"
     if not path.is_file():
@@ -284,14 +277,9 @@ def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
 
 def decide_model_versions(loaded: LoadedConfig, directory: Path, started: bool, start: Start | None) -> dict[str, Pin]:
     """Return the pins of a run at this start, by model name: those of its config.json, and current ones for others.
-    Called by one process. InputError: a model that this start reads has changed or is missing.
-
-    Args:
-      loaded: the run's settings and their origin.
-      directory: the run's.
-      started: whether it has anything to lose: otherwise config.json may have other settings.
-      start: the step of another run with its first weights; None for those of the model.
-    """
+    Called by one process. ``started``: whether it has anything to lose: otherwise config.json may have other settings.
+    ``start``: the step of another run with its first weights; None for those of the model. InputError: a model that
+    this start reads has changed or is missing."""
     path = directory / "config.json"
     recorded: Mapping[str, Pin] = {}
     if started and path.exists():
@@ -330,8 +318,7 @@ def decide_model_versions(loaded: LoadedConfig, directory: Path, started: bool, 
 def keep_dependencies(loaded: LoadedConfig, directory: Path, say: Callable[[str], None]) -> list[tuple[Path, str]]:
     """Keep the steps of other runs that a run reads, and those that they were trained from, each once and beside it.
     Called by one process; gives back the runs with a note now, and the step's mark. What cannot be kept is told by
-    ``say``. ``loaded``: the run, with the pins from ``decide_model_versions`` in its origin; ``directory``: the run's.
-    """
+    ``say``. ``loaded``: the run, with the pins from ``decide_model_versions`` in its origin."""
     start = loaded.origin.start
     if not loaded.origin.models and not any(storage.place(directory / name).exists() for name in (NEEDS, DEPENDENTS)):
         return []
@@ -440,11 +427,9 @@ def model_changed_error(
 
 def model_checker(loaded: LoadedConfig, directory: Path, peers: Peers) -> Callable[[str, str, Any], None]:
     """Return a function that compares the weights of a model with its pin, or records their fingerprint in config.json.
-
-    It takes the place from which a model was loaded, its dtype, and the model; its InputError says that the weights
-    differ from those of the previous start. ``loaded``: the run, with the pins from ``decide_model_versions`` in its
-    origin. ``directory``: the run's. ``peers``: its processes; all of them read, and the first one decides and writes.
-    """
+    It takes the place from which a model was loaded, its dtype, and the model; InputError: the weights differ from
+    those of the previous start. ``loaded``: the run, with the pins from ``decide_model_versions`` in its origin.
+    ``peers``: all of them read, and the first one decides and writes."""
     models = dict(loaded.origin.models)
     names = {place_of(name, loaded.origin, loaded.directory): name for name in models}
 
