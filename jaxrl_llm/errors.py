@@ -35,8 +35,7 @@ def naming(where: object) -> Generator[None]:
 
 @contextlib.contextmanager
 def as_input_error(what: str, remedy: str) -> Generator[None]:
-    """Turn any exception of a library into the InputError ``what (reason); remedy``: each version has its own
-    classes."""
+    """Turn any exception of a library, as versions differ, into the InputError ``what (reason); remedy``."""
     try:
         yield
     except InputError:
