@@ -64,8 +64,7 @@ class CaptureFixture:
         sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
         return self.result(*texts)
 """
-"""Names that LeetCode's solutions take for granted, as LiveCodeBench and APPS provide them; class of pytest's
-``capsys``."""
+"""Names that LeetCode's solutions take for granted, as LiveCodeBench and APPS provide them; pytest's ``capsys``."""
 JUDGE = Path(__file__).with_name("code_judge.py").read_text()
 
 
