@@ -150,7 +150,7 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
 
 
 def check_adapter(name: str, trained: Trained) -> None:
-    """Refuse to export the adapter of a run that has none of use to PEFT. The run trains the whole model; the adapter
+    """Refuse to export the adapter of a run that has none of use to PEFT: the run trains the whole model; the adapter
     is a reward model's; or what it is added to was itself trained, and exists nowhere by a name that PEFT knows."""
     run = trained.run
     full = not run.learner.lora.rank

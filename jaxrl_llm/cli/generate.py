@@ -269,9 +269,8 @@ def take_turn(
 def fit_context(
     policy: Policy, messages: Sequence[Message], task: Task, longest: int
 ) -> tuple[Sequence[int], Sequence[Message]]:
-    """Return the token ids of a chat, and the chat, without as many first turns as leave room for an answer:
-    ``longest`` tokens, or a quarter of the model's positions if that is less. The system message and the last message
-    stay."""
+    """Return the token ids of a chat, and the chat, without the first turns that leave no room for an answer:
+    ``longest`` tokens, or a quarter of the model's positions if less. The system message and the last message stay."""
     positions = policy.model.config.attention.rope.max_positions
     room = positions - min(longest, positions // 4)
     recent = list(messages)

@@ -23,7 +23,7 @@ ALGORITHM, CONTROLLER, UNTIL = "recipe.algorithm", "recipe.controller", "rules.u
 
 
 def piece_classes() -> dict[str, dict[str, Any]]:
-    """Return the classes that each piece may have, by its dotted name and theirs, and its file's own."""
+    """Return the classes that each piece may have, by its dotted name and theirs; its file's too."""
     pieces: dict[str, tuple[type, ...]] = {
         "advantage": _subclasses(Estimator),
         "ratio": (ratios.Token, ratios.Sequence, ratios.SequenceToken),
