@@ -108,8 +108,7 @@ class Lease:
         self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def take(self) -> None:
-        """Lock the run; return once it is ours. InUse: a living process has it. InputError: the storage is out of
-        reach."""
+        """Lock the run; return once it is ours. InUse: a living process has it. InputError: storage out of reach."""
         with reaching(self._run):
             watched = None
             while not self._ours(watched):
