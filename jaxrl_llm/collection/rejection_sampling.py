@@ -458,8 +458,7 @@ def _label_steps(
 
 
 def answer_value(problem: Problem, completion: Completion, accuracy: float, stops: Sequence[int]) -> float:
-    """Return a completion's accuracy; unverified, an episode's reward, 0 if cut in a turn, which teaches not to stop.
-    """
+    """Return a completion's accuracy; unverified, an episode's reward, 0 if a turn was cut: it taught not to stop."""
     if completion.episode is None:
         return accuracy
     if any(completion.tokens[turn.end - 1] not in stops for turn in completion.episode.turns):
