@@ -307,7 +307,7 @@ def evaluation_line(metrics: dict[str, Any]) -> str:
 class Screen:
     """Output of a run's lines; a context manager, so that a terminal is restored in any case. On a terminal finished
     steps scroll by as a table above live lines; in a notebook both are one output, updated in place. A log file has one
-    line for each step, and when a phase takes long: no bars, no escape codes. ``describe`` returns the current activity,
+    line for each step, and when a phase takes long: no bars, no escape codes. ``describe`` returns the activity now,
     ``patience`` the seconds that a file may stay silent now."""
 
     def __init__(
