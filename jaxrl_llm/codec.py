@@ -1,10 +1,7 @@
-"""Exact JSON of plain values and records: reading a checkpoint restores every value with its type.
-
-``jsonable`` is the other way to JSON: for rows that are only looked at. Digests of JSON, texts and arrays are here too.
-
-Values that JSON has are written unchanged. Any other is an object with one key, ``$`` and the kind's name: ``(1, 2)``
-becomes ``{"$tuple": [1, 2]}``. Not-a-number and infinity are written as Python's ``json`` does.
-"""
+"""Exact JSON of plain values and records: reading a checkpoint restores every value with its type. ``jsonable`` is the
+other way to JSON: for rows that are only looked at. Digests of JSON, texts and arrays are here too. Values that JSON
+has are written unchanged. Any other is an object with one key, ``$`` and the kind's name: ``(1, 2)`` becomes
+``{"$tuple": [1, 2]}``. Not-a-number and infinity are written as Python's ``json`` does."""
 
 import base64
 import dataclasses
@@ -28,22 +25,14 @@ _ARRAY = "$array"
 
 
 def to_json(value: Any, records: Sequence[type] = (), arrays: bytearray | None = None) -> Any:
-    """Convert a value to JSON values.
-
-    Lists, tuples, dictionaries, sets, text, numbers (NumPy's and decimal ones too), bytes, dates and times with their
-    zones, UUIDs, NumPy arrays and records, nested as you like.
+    """Convert a value to JSON values: lists, tuples, dictionaries, sets, text, numbers (NumPy's and decimal ones too),
+    bytes, dates and times with their zones, UUIDs, NumPy arrays and records, nested as you like. ``records``:
+    dataclasses that it may hold, identified by their names alone. ``arrays``: gets the bytes of arrays of numbers, and
+    the JSON refers to them (see ``together``); None to convert them too. TypeError: a value of another type, which the
+    message names.
 
     >>> to_json({"when": datetime.date(2025, 7, 1)})
     {'when': {'$date': '2025-07-01'}}
-
-    Args:
-      value: the value to convert.
-      records: dataclasses that it may hold, identified by their names alone.
-      arrays: gets the bytes of arrays of numbers, and the JSON refers to them (see ``together``); None to convert them
-        too.
-
-    Raises:
-      TypeError: a value of another type; the message names it.
     """
     kind = type(value)
     if kind in _JSON:
@@ -73,11 +62,8 @@ def to_json(value: Any, records: Sequence[type] = (), arrays: bytearray | None =
 
 
 def from_json(data: Any, records: Sequence[Any] = ()) -> Any:
-    """Convert JSON values back; the inverse of ``to_json``.
-
-    Raises:
-      ValueError: a value has a kind that this version does not know, or its content is none of this kind.
-    """
+    """Convert JSON values back; the inverse of ``to_json``. ValueError: a value has a kind that this version does not
+    know, or its content is none of this kind."""
     if isinstance(data, list):
         return [from_json(item, records) for item in data]
     if not isinstance(data, dict):
@@ -144,10 +130,8 @@ def digest_of_parts(parts: Iterable[str | np.ndarray]) -> str:
 
 
 def flat(data: Any, prefix: str = "", whole_lists: bool = False) -> dict[str, Any]:
-    """Flatten nested JSON values to dotted names: ``{"task.source.size": 3000}``.
-
-    ``whole_lists``: keep lists of plain values as values; otherwise name each item by its index.
-    """
+    """Flatten nested JSON values to dotted names: ``{"task.source.size": 3000}``. ``whole_lists``: keep lists of plain
+    values as values; otherwise name each item by its index."""
     if isinstance(data, list) and (not whole_lists or any(isinstance(item, dict) for item in data)):
         data = dict(enumerate(data))
     if not isinstance(data, dict):
@@ -170,14 +154,12 @@ def unpack(packed: dict[str, Any]) -> np.ndarray:
 
 
 def _is_json_object(value: dict[Any, Any]) -> bool:
-    """Whether a dictionary can be written unchanged: its keys are text, and it does not look like one of these
-    objects."""
+    """Whether a dictionary can be written unchanged: text keys, and it does not look like one of these objects."""
     return all(type(key) is str for key in value) and not (len(value) == 1 and next(iter(value)).startswith(_SIGN))
 
 
 def _write_clock(value: datetime.datetime | datetime.time) -> list[Any]:
-    """Return the ISO text, the name of the time zone or None, and the fold (which of two equal clock readings it
-    is)."""
+    """Return the ISO text, the time zone's name or None, and the fold (which of two equal clock readings it is)."""
     zone = value.tzinfo
     if isinstance(zone, zoneinfo.ZoneInfo) and zone.key:
         return [value.replace(tzinfo=None).isoformat(), zone.key, value.fold]

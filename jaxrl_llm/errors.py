@@ -6,10 +6,8 @@ from collections.abc import Generator, Iterable
 
 
 class InputError(ValueError):
-    """Wrong input from a person; the message is one line that names the field or file and the remedy.
-
-    The command line prints it and exits with code 2.
-    """
+    """Wrong input from a person; the message is one line that names the field or file and the remedy. The command line
+    prints it and exits with code 2."""
 
     code = 2
 
@@ -37,8 +35,7 @@ def naming(where: object) -> Generator[None]:
 
 @contextlib.contextmanager
 def as_input_error(what: str, remedy: str) -> Generator[None]:
-    """Turn any exception of a library into the InputError ``what (reason); remedy``: each version has its own
-    classes."""
+    """Turn any exception of a library, as versions differ, into the InputError ``what (reason); remedy``."""
     try:
         yield
     except InputError:
@@ -55,9 +52,7 @@ def one_line(error: BaseException, longest: int | None = None) -> str:
 
 def did_you_mean(name: str, candidates: Iterable[str], otherwise: str = "", near: float = 0.6) -> str:
     """Return a hint for an unknown name: the nearest known one as a question, or ``otherwise`` if no similarity is at
-    least ``near``, from 0 to 1.
-
-    Capitals count little, and a name of the same letters in another order comes first.
+    least ``near``, from 0 to 1. Capitals count little, and a name of the same letters in another order comes first.
 
     >>> did_you_mean("gpro", ["gspo", "grpo"])
     'did you mean grpo?'

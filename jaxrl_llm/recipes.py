@@ -1,8 +1,6 @@
-"""Published methods, one value each: the algorithm and the settings around the loss that its paper fixes.
-
-Learning rates, batch sizes and updates per batch are a run's (``configs/``): they depend on model and machine. A run
-makes one update per batch unless it sets more; ``config.notes`` reports which pieces of a recipe then have no effect.
-"""
+"""Published methods, one value each: the algorithm and the settings around the loss that its paper fixes. Learning
+rates, batch sizes and updates per batch are a run's (``configs/``): they depend on model and machine. A run makes one
+update per batch unless it sets more; ``config.notes`` reports which pieces of a recipe then have no effect."""
 
 import dataclasses
 from typing import Annotated, Any, Literal

@@ -35,13 +35,9 @@ from jaxrl_llm.system.paths import COLLECTED, part_of
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A run and one of its checkpoints or snapshots.
-
-    Attributes:
-      run: with the paths of data and model resolved from the current folder; see ``on_this_machine``.
-      directory: the checkpoint's; that of step 0, the model that the run began with, does not exist.
-      step: its number.
-    """
+    """A run and one of its checkpoints or snapshots. ``run``: with the paths of data and model resolved from the
+    current folder; see ``on_this_machine``. ``directory``: the checkpoint's; that of step 0, the model that the run
+    began with, does not exist."""
 
     run: Configuration
     directory: Path
@@ -57,18 +53,10 @@ TESTED_ON = ("task", "data", "rollout", "answering", "batch", "evaluation")
 
 
 def find_run(name: str, tests: bool = False) -> Trained | None:
-    """Find the run that ``RUN`` or ``RUN@STEP`` names; return None for others, such as a model's directory, which
-    has a config.json too.
-
-    Args:
-      name: as it was given.
-      tests: whether its test settings must be complete, so that the files of a person's own classes are executed.
-        Otherwise settings that do not concern the model may be ``Unsaveable`` in parts.
-
-    Raises:
-      InputError: neither a run nor a model has this name; or the run lacks this checkpoint, is of another version, or
-        lacks needed settings in its config.json.
-    """
+    """Find the run that ``RUN`` or ``RUN@STEP`` names; return None for others, such as a model's directory, which has a
+    config.json too. ``tests``: whether its test settings must be complete, so that the files of a person's own classes
+    are executed; else settings that do not concern the model may be ``Unsaveable`` in parts. InputError: neither a run
+    nor a model has this name; or the run lacks this checkpoint or needed settings, or is of another version."""
     directory, _ = configs.split_step(name)
     path = directory / "config.json"
     if not path.is_file():
@@ -111,23 +99,15 @@ def on_this_machine(run: Configuration) -> Configuration:
 
 
 def mesh_here(shape: MeshShape) -> Mesh:
-    """Make the mesh of a command that uses a model and trains none: over all devices.
-
-    Raises:
-      InputError: the shape does not fit them, or sets some aside.
-    """
+    """Make the mesh of a command that uses a model and trains none: over all devices. InputError: the shape does not
+    fit them, or sets some aside."""
     require(not shape.rollout, f"--mesh.rollout {shape.rollout} sets devices aside, and nothing learns: leave it out")
     return make_mesh(shape)
 
 
 def step_of(name: str) -> int:
     """Return the step of the checkpoint or snapshot that ``RUN@STEP`` names, or of the newest checkpoint of ``RUN``.
-
-    Step 0 is the model that the run began with.
-
-    Raises:
-      InputError: the run does not exist, or does not keep this step.
-    """
+    Step 0 is the model that the run began with. InputError: the run does not exist, or does not keep this step."""
     directory, step = configs.split_step(name)
     path = directory / "config.json"
     require(
@@ -151,12 +131,7 @@ def step_of(name: str) -> int:
 
 def find_start(name: str, carry: bool = False) -> configs.Start:
     """Find the step that ``step_of`` returns; for step 0 that of another run with whose weights the run began, if any.
-
-    ``carry``: as in ``Start``.
-
-    Raises:
-      InputError: as ``step_of``; or the run has nothing to carry there.
-    """
+    ``carry``: as in ``Start``. InputError: as ``step_of``; or the run has nothing to carry there."""
     directory, step = configs.split_step(name)[0], step_of(name)
     found = configs.read(directory / "config.json", own=False)
     if carry:
@@ -205,14 +180,9 @@ def current_phase(directory: Path) -> int:
 
 
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
-    """Load (model, tokenizer or None) by any name that ``load_pretrained`` knows, or by ``RUN`` or ``RUN@STEP``.
-
-    A reward model is a ``ScalarModel``. With an abstract mesh the arrays are only shapes.
-
-    Raises:
-      InputError: the model cannot be found, read or used; or its weights differ from those that the run in
-        training began with.
-    """
+    """Load (model, tokenizer or None) by any name that ``load_pretrained`` knows, or by ``RUN`` or ``RUN@STEP``. A
+    reward model is a ``ScalarModel``. With an abstract mesh the arrays are only shapes. InputError: the model cannot be
+    found, read or used; or its weights differ from those that the run in training began with."""
     trained = find_run(name)
     if trained is not None and trained.step:
         return load_trained(trained, mesh, dtype)
@@ -223,13 +193,8 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
 
 
 def as_trained(run: Configuration, model: Any) -> Any:
-    """Return the model that the run trains, from the model that it names.
-
-    A reward-model run adds a scalar head, drawn by its seed, to a model without one.
-
-    Raises:
-      InputError: another kind of run names a reward model.
-    """
+    """Return the model that the run trains, from the model that it names. A reward-model run adds a scalar head, drawn
+    by its seed, to a model without one. InputError: another kind of run names a reward model."""
     from jaxrl_llm.models.heads import ScalarModel, random_scalar_head, with_scalar_head
 
     scores = isinstance(model, ScalarModel)
@@ -241,20 +206,15 @@ def as_trained(run: Configuration, model: Any) -> Any:
 
 
 def architecture_of(name: str) -> ModelConfig:
-    """Return the architecture of the model that ``load_model`` loads by this name; no weights are read.
-
-    Raises:
-      InputError: the name or the architecture is unknown.
-    """
+    """Return the architecture of the model that ``load_model`` loads by this name; no weights are read. InputError: the
+    name or the architecture is unknown."""
     trained = find_run(configs.without_step(name))  # a resumed role no longer needs its step
     return model_config_of(name)[0] if trained is None else architecture_of(trained.run.model)
 
 
 def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple[Any, Any | None]:
-    """Load (model, tokenizer or None) of a run's checkpoint; an adapter is merged.
-
-    ``mesh``: as for ``load_model``. ``dtype``: of the weights; None keeps that of training.
-    """
+    """Load (model, tokenizer or None) of a run's checkpoint; an adapter is merged. ``mesh``: as for ``load_model``.
+    ``dtype``: of the weights; None keeps that of training."""
     from jaxrl_llm.models.decoder import cast
     from jaxrl_llm.models.lora import merge, with_adapter
 
@@ -308,13 +268,8 @@ def initial_model_of(trained: Trained) -> Trained:
 
 
 def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
-    """Load (model, tokenizer or None) that the run was trained from.
-
-    ``mesh``: as for ``load_model``; for shapes any step of another run will do.
-
-    Raises:
-      InputError: the model is missing; the line names the run.
-    """
+    """Load (model, tokenizer or None) that the run was trained from. ``mesh``: as for ``load_model``; for shapes any
+    step of another run will do. InputError: the model is missing; the line names the run."""
     name = configs.without_step(trained.run.model) if only_shapes(mesh) else trained.run.model
     with naming(f"the model that {trained.directory.parents[1]} was trained from"):
         return load_model(name, trained.run.learner.dtype, mesh)
@@ -322,18 +277,9 @@ def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
 
 def decide_model_versions(loaded: LoadedConfig, directory: Path, started: bool, start: Start | None) -> dict[str, Pin]:
     """Return the pins of a run at this start, by model name: those of its config.json, and current ones for others.
-
-    Called by one process.
-
-    Args:
-      loaded: the run's settings and their origin.
-      directory: the run's.
-      started: whether it has anything to lose: otherwise config.json may have other settings.
-      start: the step of another run with its first weights; None for those of the model.
-
-    Raises:
-      InputError: a model that this start reads has changed or is missing.
-    """
+    Called by one process. ``started``: whether it has anything to lose: otherwise config.json may have other settings.
+    ``start``: the step of another run with its first weights; None for those of the model. InputError: a model that
+    this start reads has changed or is missing."""
     path = directory / "config.json"
     recorded: Mapping[str, Pin] = {}
     if started and path.exists():
@@ -371,14 +317,8 @@ def decide_model_versions(loaded: LoadedConfig, directory: Path, started: bool, 
 
 def keep_dependencies(loaded: LoadedConfig, directory: Path, say: Callable[[str], None]) -> list[tuple[Path, str]]:
     """Keep the steps of other runs that a run reads, and those that they were trained from, each once and beside it.
-
     Called by one process; gives back the runs with a note now, and the step's mark. What cannot be kept is told by
-    ``say``.
-
-    Args:
-      loaded: the run, with the pins from ``decide_model_versions`` in its origin.
-      directory: the run's.
-    """
+    ``say``. ``loaded``: the run, with the pins from ``decide_model_versions`` in its origin."""
     start = loaded.origin.start
     if not loaded.origin.models and not any(storage.place(directory / name).exists() for name in (NEEDS, DEPENDENTS)):
         return []
@@ -454,11 +394,7 @@ class ModelChanged(Exception):
 
 
 def compare_version(pin: Pin, place: str) -> Pin:
-    """Return the pin after checking that its model is still there and unchanged.
-
-    Raises:
-      ModelChanged: it is not.
-    """
+    """Return the pin after checking that its model is still there and unchanged. ModelChanged: it is not."""
     if pin.step is None:
         now = current_version(place)
         if now.step is not None and pin.weights:
@@ -491,15 +427,9 @@ def model_changed_error(
 
 def model_checker(loaded: LoadedConfig, directory: Path, peers: Peers) -> Callable[[str, str, Any], None]:
     """Return a function that compares the weights of a model with its pin, or records their fingerprint in config.json.
-
-    It takes the place from which a model was loaded, its dtype, and the model; its InputError says that the weights
-    differ from those of the previous start.
-
-    Args:
-      loaded: the run, with the pins from ``decide_model_versions`` in its origin.
-      directory: the run's.
-      peers: its processes; all of them read, and the first one decides and writes.
-    """
+    It takes the place from which a model was loaded, its dtype, and the model; InputError: the weights differ from
+    those of the previous start. ``loaded``: the run, with the pins from ``decide_model_versions`` in its origin.
+    ``peers``: all of them read, and the first one decides and writes."""
     models = dict(loaded.origin.models)
     names = {place_of(name, loaded.origin, loaded.directory): name for name in models}
 

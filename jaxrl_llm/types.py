@@ -13,8 +13,7 @@ name              distribution                                                  
 ``old_logp``      the policy at the start of this batch's updates, in the learner             no
 ``sampler_logp``  the distribution that the engine really sampled from                        no
 ``ref_logp``      the frozen reference                                                        no
-================  ==========================================================================  ========
-"""
+================  ==========================================================================  ========"""
 
 import dataclasses
 import functools
@@ -39,12 +38,8 @@ NOT_FINITE = "not_finite/"
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompt:
-    """A model's whole input before it answers. Two prompts are equal if their keys are.
-
-    Attributes:
-      tokens: int32[p].
-      arrays: further arrays by name, [p, ...] each: one entry for each token.
-    """
+    """A model's whole input before it answers: ``tokens``, int32[p], and further ``arrays`` by name, [p, ...] each: one
+    entry for each token. Two prompts are equal if their keys are."""
 
     tokens: np.ndarray
     arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -200,8 +195,7 @@ class Completion:
 
     @property
     def unplayed(self) -> bool:
-        """Whether it is an episode that ended before its first token: its prompt was too long, or its environment
-        failed."""
+        """Whether it is an episode that ended before its first token: prompt too long, or environment failed."""
         return self.episode is not None and bool(self.episode.end) and not len(self.tokens)
 
     @property
@@ -254,9 +248,7 @@ class Group:
     """One prompt with its G completions and their scores.
 
     Attributes:
-      problem: The problem that all completions answer.
       prompt: int32 token ids of the templated prompt.
-      completions: The G completions.
       rewards: float64[G], the input of the advantage; NaN where unscorable.
       accuracy: float64[G], the verifier's; 1 or more is correct, NaN where nothing is verified.
       parts: float64[G] for each reward by name, unweighted, and for the costs of constraints and the gate.

@@ -3,8 +3,7 @@
 Snapshots are models that it keeps for good, in ``snapshots/STEP``, saved at a reset or a new phase; and in
 ``best/STEP`` the one of its best evaluation, as of its end and as of each checkpoint that it may resume from. A
 snapshot has only the parameters of every role, and the fingerprint of its weights in place of a frozen base. It is
-written as a checkpoint is, and read by the same functions.
-"""
+written as a checkpoint is, and read by the same functions."""
 
 import contextlib
 import itertools
@@ -29,20 +28,15 @@ DAMAGED = "damaged"
 
 
 def keep(directory: Path, step: int, state: TrainState, phase: int = 0, folder: str = SNAPSHOTS) -> None:
-    """Write ``RUN/snapshots/STEP``, or another folder's; it is complete when this returns.
-
-    ``phase``: the number of the phase that begins with it, or that it is in.
-
-    An existing snapshot of the step, from before the run was resumed at an earlier one, is replaced. No checkpoint
-    may be in writing.
-    """
+    """Write ``RUN/snapshots/STEP``, or another folder's; it is complete when this returns. ``phase``: the number of the
+    phase that begins with it, or that it is in. An existing snapshot of the step, from before the run was resumed at an
+    earlier one, is replaced. No checkpoint may be in writing."""
     with Checkpoints(directory / folder, None) as snapshots:
         snapshots.save(step, snapshot_of(state), {"phase": phase})
 
 
 def keep_only(folder: Path, needed: Collection[int | None]) -> None:
-    """Remove the steps of a folder that neither the run nor another one needs, whole: they lose their names or markers
-    first."""
+    """Remove the steps of a folder that neither this run nor another needs, whole: names or markers go first."""
     for step in set(steps_in(folder)) - set(needed) - depended_on(folder, steps_in(folder)):
         place = folder / str(step)
         if storage.address(place):
@@ -59,21 +53,15 @@ def snapshot_of(state: TrainState) -> TrainState:
 
 
 def kept(directory: Path) -> dict[int, Path]:
-    """Return the directories of the steps that a run keeps, in order; a checkpoint precedes a snapshot of the same
-    step."""
+    """Return the directories of the steps that a run keeps, a checkpoint before a snapshot of the same step."""
     folders = (directory / BEST, directory / SNAPSHOTS, directory / CHECKPOINTS)
     return dict(sorted({step: folder / str(step) for folder in folders for step in steps_in(folder)}.items()))
 
 
 def standing(run: Path, step: int, was: str, *holders: Path) -> Path | None:
-    """Return the folder in which a step of a run is as it was: the run's, or else a copy of it; None without any.
-
-    Args:
-      run: its folder, which may be gone.
-      step: its number; 0 for the model that it began with.
-      was: the mark of its files then.
-      holders: runs, or copies of runs, that may keep one.
-    """
+    """Return the folder with a step of a run as it was: in ``run``, a folder that may be gone, or a copy; None without
+    any. ``step``: 0 for the model that it began with. ``was``: the mark of its files then. ``holders``: runs, or copies
+    of runs, that may keep one."""
     with contextlib.suppress(InputError):  # its storage cannot be reached
         if (storage.refreshed(run) / "config.json").is_file():
             place = kept(run).get(step)
@@ -83,11 +71,7 @@ def standing(run: Path, step: int, was: str, *holders: Path) -> Path | None:
 
 
 def phase_of(place: Path) -> int:
-    """Return the phase of the run from this checkpoint or snapshot on.
-
-    Raises:
-      InputError: its host state cannot be read.
-    """
+    """Return the phase of the run from this checkpoint or snapshot on. InputError: its host state cannot be read."""
     try:
         phase = json.loads(host_file(place).read_text())["phase"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -113,15 +97,9 @@ def listed(directory: Path) -> str:
 
 
 def newest_whole(directory: Path, peers: Peers = ALONE) -> tuple[int | None, str]:
-    """Return the newest whole checkpoint of a run, None without any, and a line about the damaged ones.
-
-    Damaged ones are renamed to ``checkpoints/STEP.damaged``, so that their steps can be saved again.
-
-    ``peers``: processes that call this together; each reads a part of the files.
-
-    Raises:
-      InputError: all checkpoints are damaged: they stay where they are.
-    """
+    """Return the newest whole checkpoint of a run, None without any, and a line about the damaged ones. Damaged ones
+    are renamed to ``checkpoints/STEP.damaged``, so that their steps can be saved again. ``peers``: processes that call
+    this together; each reads a part of the files. InputError: all checkpoints are damaged: they stay where they are."""
     damaged = {}
     newest = None
     for step in reversed(peers.first(lambda: steps_in(directory / CHECKPOINTS))):
@@ -152,11 +130,8 @@ def _put_aside(place: Path) -> None:
 
 
 def check_whole(step: Path) -> None:
-    """Refuse a checkpoint or snapshot that differs from its checksums.
-
-    Raises:
-      InputError: names the first bad file, and the other steps that the run keeps.
-    """
+    """Refuse a checkpoint or snapshot that differs from its checksums. InputError: names the first bad file, and the
+    other steps that the run keeps."""
     why = fault(step)
     if why:
         run = step.parents[1]
@@ -166,11 +141,7 @@ def check_whole(step: Path) -> None:
 
 
 def check_writable(directory: Path) -> None:
-    """Refuse a run that cannot write its checkpoints, before it computes anything.
-
-    Raises:
-      InputError: quotes the operating system's error.
-    """
+    """Refuse a run that cannot write its checkpoints, before it computes. InputError: quotes the system's error."""
     if storage.address(directory):  # where the run's lock has been written
         return
     place = directory / CHECKPOINTS

@@ -1,6 +1,4 @@
-"""The files of a step: checksums, recorded when it is written and compared before it is read, and steps in object
-storage.
-"""
+"""The files of a step: checksums, recorded at writing and compared before reading, and steps in object storage."""
 
 import contextlib
 import json
@@ -18,16 +16,11 @@ from jaxrl_llm.system import storage
 MARKER = "commit_success.txt"
 """The object of a step that is written last, and removed first; the name is Orbax's."""
 Sums = dict[str, list[Any]]
-"""The size in bytes and a checksum of files, by name: against accidents of disks and copies. The checksum is CRC-32, or
-the storage's own."""
+"""Bytes and checksum (CRC-32, or the storage's own) of files, by name: against accidents of disks and copies."""
 
 
 def object_steps(path: Path) -> list[int]:
-    """Return the complete steps in a mirror's ``checkpoints`` or ``snapshots``, unsorted.
-
-    Raises:
-      InputError: the storage cannot be reached.
-    """
+    """Return the complete steps in a mirror's ``checkpoints`` or ``snapshots``, unsorted. InputError: no connection."""
     url = storage.address(path)
     files = storage.system(url)
     with storage.reaching(url):
@@ -45,11 +38,8 @@ def object_steps(path: Path) -> list[int]:
 
 
 def object_sums(step: Path) -> Sums:
-    """Return sizes and checksums of the objects in the folders of a step, as the storage knows them.
-
-    Raises:
-      InputError: the storage cannot be reached.
-    """
+    """Return sizes and checksums of the objects in the folders of a step, as the storage knows them. InputError: the
+    storage cannot be reached."""
     url = storage.address(step)
     files = storage.system(url)
     with storage.reaching(url):
@@ -135,10 +125,8 @@ def mark(step: Path) -> str:
 
 
 def fault(step: Path, part: int = 0, parts: int = 1) -> str:
-    """Describe the first bad file of a step; return an empty string if all are intact.
-
-    Files are read in so many ``parts``, of which this call reads number ``part``; all sizes are compared.
-    """
+    """Describe the first bad file of a step; return an empty string if all are intact. Files are read in so many
+    ``parts``, of which this call reads number ``part``; all sizes are compared."""
     recorded = recorded_sums(step)
     if not recorded:
         return f"its {CHECKSUMS} is missing or unreadable"

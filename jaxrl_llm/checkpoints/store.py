@@ -1,9 +1,7 @@
-"""Checkpoints: everything that a run needs to resume, written by Orbax in the background, with checksums.
-
-A checkpoint is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of host state:
-data cursor, surplus and unfinished groups, evaluations so far. Arrays of the host state, such as stored answers, are in
-a file next to it. Random numbers need no state: they are functions of the run's seed and of counters.
-"""
+"""Checkpoints: everything that a run needs to resume, written by Orbax in the background, with checksums. A checkpoint
+is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of host state: data cursor,
+surplus and unfinished groups, evaluations so far. Arrays of the host state, such as stored answers, are in a file next
+to it. Random numbers need no state: they are functions of the run's seed and of counters."""
 
 import contextlib
 import dataclasses
@@ -39,9 +37,7 @@ from jaxrl_llm.types import Role, TrainState
 
 def flatten(state: TrainState) -> dict[str, Any]:
     """Return the arrays of a state by path, with fingerprints of the weights in place of a frozen base (``base/...``).
-
-    Wrappers of the model library leave no trace in the names.
-    """
+    Wrappers of the model library leave no trace in the names."""
     bases = {name: role.base for name, role in state.roles.items() if role.base is not None}
     for name, base in bases.items():
         only_shapes = isinstance(jax.tree.leaves(base)[0], jax.ShapeDtypeStruct)
@@ -80,8 +76,7 @@ def _name(path: tuple) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Newest:
-    """Orbax's preservation policy: the newest checkpoints that count, the newest of all, and those in the folder that
-    other runs depend on."""
+    """Orbax's preservation policy: the newest that count, the newest of all, and those that other runs depend on."""
 
     keep: int
     counts: Callable[[int], bool]
@@ -106,13 +101,9 @@ UNFINISHED = "*.orbax-checkpoint-tmp*"
 
 class Checkpoints(contextlib.AbstractContextManager):
     """Owner of a run's ``checkpoints`` folder; a step is there completely or not at all. Close it, or use ``with``.
-
-    Args:
-      directory: the folder, or the mirror of one in object storage; made when first needed.
-      keep: the number of checkpoints to keep; None for all.
-      counts: whether a step counts towards these. Of the others, such as one at which a run was stopped, only the
-        newest is kept, until there is a newer checkpoint.
-    """
+    ``directory``: the folder, or the mirror of one in object storage; made when first needed. ``keep``: the number of
+    checkpoints to keep; None for all. ``counts``: whether a step counts towards these. Of the others, such as one at
+    which a run was stopped, only the newest is kept, until there is a newer checkpoint."""
 
     def __init__(self, directory: Path, keep: int | None = 2, counts: Callable[[int], bool] = lambda step: True):
         import orbax.checkpoint as ocp
@@ -136,11 +127,8 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def save(self, step: int, state: TrainState, host: dict[str, Any], records: Sequence[type] = ()) -> None:
         """Start to write a step; the arrays are copied off the device before this returns, so the state may be donated.
-
-        An existing checkpoint of this step, from before the run was resumed at an earlier one, is replaced, and set
-        aside if other runs depend on it.
-        ``host``: values that ``codec.to_json`` converts, with these ``records`` in them.
-        """
+        A checkpoint of this step from before the run was resumed at an earlier one is replaced, and set aside if other
+        runs depend on it. ``host``: values for ``codec.to_json``, with these ``records`` in them."""
         if jax.process_index() == 0:
             set_aside(self._directory / str(step))
         if step in self._manager.all_steps():
@@ -157,17 +145,10 @@ class Checkpoints(contextlib.AbstractContextManager):
         self._manager.wait_until_finished()
 
     def restore(self, step: int, like: TrainState, mesh: Mesh, base: Any = None) -> tuple[TrainState, dict[str, Any]]:
-        """Restore the state and host values of a step, laid out on this mesh, whichever mesh it was saved from.
-
-        Args:
-          step: a complete one.
-          like: shapes and dtypes of the state.
-          mesh: of the restored state.
-          base: the frozen model, if ``like`` has one: a checkpoint holds only its fingerprint.
-
-        Raises:
-          InputError: the checkpoint has other arrays than this configuration, or another base.
-        """
+        """Restore the state and host values of a complete step, laid out on this mesh, whichever mesh it was saved
+        from. ``like``: shapes and dtypes of the state. ``base``: the frozen model, if ``like`` has one: a checkpoint
+        holds only its fingerprint. InputError: the checkpoint has other arrays than this configuration, or another
+        base."""
         self.wait()
         place = self._directory / str(step)
         has_base = like.policy.base is not None
@@ -214,11 +195,8 @@ class Checkpoints(contextlib.AbstractContextManager):
                 remove_step(self._directory / str(number))
 
     def close(self) -> None:
-        """Wait for pending writes; unfinished ones are removed. Further calls do nothing.
-
-        Raises:
-          Exception: of a write that failed in the background (Orbax's own kinds; a full disk among them).
-        """
+        """Wait for pending writes, and raise what one in the background raised (Orbax's own kinds; a full disk among
+        them); unfinished ones are removed. Further calls do nothing."""
         manager = self._manager
         self._manager = None
         if manager is None:
@@ -252,18 +230,10 @@ def parts_of(params: Any, opt_state: Any = None, role: str = "policy") -> TrainS
 
 
 def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any = None, complete: bool = False) -> Any:
-    """Restore parts of the state of a complete step; the arrays of the others are not read.
-
-    Args:
-      step_directory: ``checkpoints/STEP``.
-      like: shapes and dtypes (``jax.eval_shape``) of the parts wanted; None in place of the others.
-      mesh: of the restored parts, whichever mesh they were saved from.
-      base: the frozen model of the adapter, if there is one.
-      complete: refuse a checkpoint with other parts.
-
-    Raises:
-      InputError: the checkpoint is of another model or another base, or cannot be read.
-    """
+    """Restore parts of the state of a complete step, ``checkpoints/STEP``, on ``mesh``, whichever it was saved from;
+    the arrays of the others are not read. ``like``: shapes and dtypes (``jax.eval_shape``) of the parts wanted; None in
+    place of the others. ``base``: the frozen model of the adapter, if there is one. ``complete``: refuse a checkpoint
+    with other parts. InputError: the checkpoint is of another model or another base, or cannot be read."""
     import orbax.checkpoint as ocp
 
     shapes = flatten(as_shapes(like, shardings(like, mesh)))
@@ -306,11 +276,7 @@ def _part(name: str) -> str:
 
 
 def _saved(step_directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the arrays of a complete step by name.
-
-    Raises:
-      InputError: it cannot be read.
-    """
+    """Return the shapes of the arrays of a complete step by name. InputError: it cannot be read."""
     import orbax.checkpoint as ocp
 
     with ocp.PyTreeCheckpointer() as reader:

@@ -46,11 +46,8 @@ COMMANDS = {
 
 
 def main() -> None:
-    """Run ``jaxrl-llm``, the entry point.
-
-    Exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted, 130 (143, 129) quit by Ctrl-C (SIGTERM,
-    SIGHUP).
-    """
+    """Run ``jaxrl-llm``, the entry point. Exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted, 130
+    (143, 129) quit by Ctrl-C (SIGTERM, SIGHUP)."""
     listen()
     for stream in (sys.stdout, sys.stderr):
         # What a terminal cannot show is replaced. One that took the place of a file behind Python's back refuses.
@@ -74,9 +71,7 @@ def main() -> None:
 
 
 def _report(unraisable: Any) -> None:
-    """Report an unraisable exception like Python, except those of TensorStore's threads about an event loop that Orbax
-    closed after a failure.
-    """
+    """Report an unraisable exception, except TensorStore's about an event loop that Orbax closed after a failure."""
     if str(unraisable.exc_value) != "Event loop is closed":
         sys.__unraisablehook__(unraisable)
 
@@ -102,10 +97,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def explain(error: BaseException | None, command: str) -> str | None:
-    """Return one line for a failure of the machine that a person can mend; None for any other.
-
-    Orbax and JAX wrap the cause in errors of their own, so the chain is searched, and their texts too. A full disk
-    comes first: TensorStore calls that RESOURCE_EXHAUSTED as well.
+    """Return one line for a failure of the machine that a person can mend; None for any other. Errors of Orbax and JAX
+    wrap the cause, so the chain and their texts are searched; first for a full disk, RESOURCE_EXHAUSTED to TensorStore.
     """
     no_room = ("No space left on device", "Disk quota exceeded", "File too large")
     no_right = ("Permission denied", "Read-only file system", "Operation not permitted")

@@ -20,16 +20,8 @@ if TYPE_CHECKING:  # a command line that is wrong should say so before JAX is im
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """A loaded model with its tokenizer and mesh.
-
-    Attributes:
-      name: as it was given.
-      run: the run it comes from; None for a model.
-      step: the run's checkpoint; None for a model.
-      model: the decoder, laid out on ``mesh``.
-      tokenizer: the tokenizer, or None.
-      mesh: over all devices.
-    """
+    """A loaded model, laid out on ``mesh`` over all devices, with its tokenizer or None. ``name``: as it was given.
+    ``run`` and ``step``: of its checkpoint; None for a model."""
 
     name: str
     run: configs.Configuration | None
@@ -63,9 +55,7 @@ def check_tools(name: str, trained: Trained) -> None:
 
 
 def find_settings(name: str, config: str | None) -> tuple[Trained | None, configs.Run]:
-    """Return the run of this name, None for a model; and the settings with the task: those of the ``config``
-    configuration, else the run's own, else quickstart's.
-    """
+    """Return the run of this name (None: a model), and settings with a task: ``config``'s, its own or quickstart's."""
     trained = find_run(name, tests=config is None)
     if trained and config is None:
         settings = configs.with_lost(trained.run, configs.split_step(name)[0] / "config.json")
@@ -88,17 +78,10 @@ def open_answerer(
     status: Callable[[str], None],
     refusals: bool = False,
 ) -> Generator[tuple[Policy, Any, "Answerer"]]:
-    """Yield the loaded model, the task's prompts as token ids, and an answerer of these problems.
-
-    Args:
-      name, trained: of the run or model.
-      settings: give the rewards, the dtype and the engine's chunk.
-      task: the problems' task or mixture; its templates write the prompts.
-      problems: at least one.
-      options: ``max_new_tokens``, ``slots`` and ``mesh``.
-      status: called with the current activity.
-      refusals: also detect answers that refuse, if the settings define how.
-    """
+    """Yield the loaded model, the task's prompts as token ids, and an answerer of these problems, at least one.
+    ``name``, ``trained``: of the run or model. ``settings``: give the rewards, the dtype and the engine's chunk.
+    ``task``: its templates write the prompts. ``options``: ``max_new_tokens``, ``slots`` and ``mesh``. ``status``:
+    called with the current activity. ``refusals``: also detect answers that refuse, if the settings define how."""
     import jax
 
     from jaxrl_llm.engine.engine import backend_for

@@ -146,10 +146,7 @@ def load_reranker(
     status: Callable[[str], None],
 ) -> tuple["FallingSteps | None", Callable[["TaskEvaluation"], "TaskEvaluation"]]:
     """Load the reward model; return a watcher that ends hopeless answers (None without ``--give_up_after``), and a
-    function that reranks the answers of an evaluation.
-
-    ``longest``: most tokens of a prompt.
-    """
+    function that reranks the answers of an evaluation. ``longest``: most tokens of a prompt."""
     from jaxrl_llm.rollout.evaluate import reranked
     from jaxrl_llm.stages.judges import FallingSteps, load_judge, solution_scores
 
@@ -175,14 +172,9 @@ class Distance:
     """Estimates of KL(tested || other) of the next token, nats, on tokens that the tested model sampled.
 
     ``k1``, log p - log q, and ``k3``, q/p - 1 - log(q/p), are both unbiased, since the tokens are sampled from p at the
-    temperature at which p and q are taken; k3 is never negative, and varies less where the two are near.
-
-    Attributes:
-      to: the other's name, as it was given.
-      step: of the other's run; None for a model.
-      task: the label of the task with these answers.
-      sums: float64[n, 3] for each completion: its tokens, and the sums over them of k1 and of k3.
-    """
+    temperature at which p and q are taken; k3 is never negative, and varies less where the two are near. ``to``: the
+    other's name, as it was given; ``step``: of its run, None for a model. ``task``: label of the task with these
+    answers. ``sums``: float64[n, 3] for each completion: its tokens, and the sums over them of k1 and of k3."""
 
     to: str
     step: int | None
@@ -215,11 +207,8 @@ def measure_distance(
     results: Sequence[Any],
     status: Callable[[str], None],
 ) -> tuple[Distance, ...]:
-    """Measure the KL of a policy to the model ``to``, on its fresh answers to each task.
-
-    Both are read by the learner's own forward pass at the sampling temperature: a model is at distance 0 from itself,
-    bit for bit.
-    """
+    """Measure the KL of a policy to the model ``to``, on its fresh answers to each task. Both are read by the learner's
+    own forward pass at the sampling temperature: a model is at distance 0 from itself, bit for bit."""
     from jaxrl_llm.learner import Sample
     from jaxrl_llm.models.heads import ScalarModel
     from jaxrl_llm.stages.stage import score_samples, scoring_forward
@@ -340,9 +329,7 @@ def check_options(options: EvalOptions, settings: configs.Run, to: str | None = 
 def evaluate_answers(
     name: str, trained: Trained | None, settings: configs.Run, options: EvalOptions, all_problems: bool, to: str | None
 ) -> tuple[Policy, tuple[Any, ...], list[str], tuple[Distance, ...]]:
-    """Evaluate; return (policy, results of each task, notes on the problems, KL to the model ``to`` on each task;
-    empty without ``to``).
-    """
+    """Evaluate; return (policy, results of each task, notes on the problems, KL to ``to`` on each task, or empty)."""
     from jaxrl_llm.rollout.evaluate import EvaluationReport, EvaluationSet, evaluate
     from jaxrl_llm.telemetry.progress import Progress, Schedule
 

@@ -52,10 +52,7 @@ def list_names(arguments: list[str]) -> int:
 
 
 def format_rows(rows: Rows) -> list[str]:
-    """Format names with their descriptions, wrapped in a second column.
-
-    The width is the terminal's, at least 60 columns, and 80 without a terminal.
-    """
+    """Format names and descriptions in two columns, wrapped to the terminal's width: at least 60, 80 without one."""
     columns = max(60, shutil.get_terminal_size((80, 24)).columns)
     width = max(len(name) for name, _ in rows) + 2
     lines = []
@@ -153,8 +150,7 @@ def completion(arguments: list[str]) -> int:
 
 def completion_script() -> str:
     """Return the script for bash; its words are those of this version. Flags are read from the texts of usage of the
-    commands, whose modules are not imported.
-    """
+    commands, whose modules are not imported."""
     from jaxrl_llm import cli
     from jaxrl_llm.config import config_names
     from jaxrl_llm.models.pretrained import BUILTIN

@@ -23,8 +23,7 @@ ALGORITHM, CONTROLLER, UNTIL = "recipe.algorithm", "recipe.controller", "rules.u
 
 
 def piece_classes() -> dict[str, dict[str, Any]]:
-    """Return the classes that each piece may have, by the dotted name of the piece and by the names of the classes;
-    with those of the configuration's own file."""
+    """Return the classes that each piece may have, by its dotted name and theirs; its file's too."""
     pieces: dict[str, tuple[type, ...]] = {
         "advantage": _subclasses(Estimator),
         "ratio": (ratios.Token, ratios.Sequence, ratios.SequenceToken),
@@ -57,11 +56,8 @@ def _subclasses(base: type) -> tuple[type, ...]:
 
 def with_pieces(run: Any, words: Mapping[str, str]) -> Any:
     """Return the run with a piece of each of these classes, by the dotted names of the pieces; in the names of classes
-    capitals, ``_`` and ``-`` do not count.
-
-    A new piece has the defaults of its class; one of the same class stays as it is. Whether the pieces fit together is
-    left to be checked with the values of the other flags.
-    """
+    capitals, ``_`` and ``-`` do not count. A new piece has the defaults of its class; one of the same class stays as it
+    is. Whether the pieces fit together is left to be checked with the values of the other flags."""
     algorithm = copy.copy(run.recipe.algorithm)
     if isinstance(algorithm.advantage, KLInReward):  # wrapped anew when the algorithm is made
         object.__setattr__(algorithm, "advantage", algorithm.advantage.estimator)

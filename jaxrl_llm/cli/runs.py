@@ -40,11 +40,7 @@ def report_command(arguments: list[str]) -> int:
 
 
 def reset_command(arguments: list[str]) -> int:
-    """Run ``reset RUN [--with_optimiser]``; return the exit code.
-
-    Raises:
-      InputError: the run does not exist, or keeps no reference in its current phase.
-    """
+    """Run ``reset RUN [--with_optimiser]``; return the exit code. InputError: no such run, or no reference now."""
     name = first(arguments, RESET_USAGE, "reset needs a run: jaxrl-llm reset runs/quickstart", True)
     with_optimiser = take(arguments, "--with_optimiser", False)
     require(not arguments, f"reset does not know {' '.join(arguments)}: jaxrl-llm reset RUN [--with_optimiser]")

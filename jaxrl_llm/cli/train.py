@@ -76,11 +76,8 @@ def train_command(arguments: list[str]) -> int:
 
 
 def with_sizes_of(settings: configs.Configuration, name: str) -> configs.Configuration:
-    """Return the settings at the size of the configuration of this name.
-
-    Everything but the method, seed and rules is taken from there, so that a large configuration can be tried anywhere:
-    recipe, minibatches and other settings of the learner stay.
-    """
+    """Return the settings at the size of the configuration of this name: all but method, seed and rules is from there,
+    so that a large configuration can be tried anywhere; recipe, minibatches and other settings of the learner stay."""
     _, source = configs.load_config(name)
     for kind in (type(settings), type(source)):
         require(
@@ -95,10 +92,8 @@ def with_sizes_of(settings: configs.Configuration, name: str) -> configs.Configu
 
 @contextlib.contextmanager
 def row_output(quiet: bool, as_json: bool) -> Generator[Verbosity]:
-    """Yield the verbosity of a run; if its rows go to stdout, all other output of the block goes to stderr.
-
-    A row is one line of JSON. A closed reader of the rows is reported, and the run continues.
-    """
+    """Yield the verbosity of a run; if its rows go to stdout, all other output of the block goes to stderr. A row is
+    one line of JSON. A closed reader of the rows is reported, and the run continues."""
     out = sys.stdout
 
     def show(row: dict[str, Any]) -> None:

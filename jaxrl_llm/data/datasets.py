@@ -1,9 +1,6 @@
-"""Data of the supervised stages: texts to learn, preferences, completions or steps with labels.
-
-Formats of the rows of the supervised stages, after TRL's data sets: their columns, and the values in them.
-
-The caller adds the row's place to the errors raised here.
-"""
+"""Data of the supervised stages: texts to learn, preferences, completions or steps with labels. Formats of the rows of
+the supervised stages, after TRL's data sets: their columns, and the values in them. The caller adds the row's place to
+the errors raised here."""
 
 import dataclasses
 import functools
@@ -51,15 +48,10 @@ from jaxrl_llm.types import Message
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """A text to learn by heart.
-
-    Attributes:
-      id: made from the prompt, as a Problem's is; rows of one prompt share it.
-      prompt: int32[p], p >= 1, the tokens before the first one that may be learned.
-      tokens: int32[t], the tokens after it, with the one that ends the text.
-      mask: bool[t], True where a token is learned.
-      where: place of the row, such as ``rows.jsonl:3``.
-    """
+    """A text to learn by heart. ``id``: made from the prompt, as a Problem's is; rows of one prompt share it.
+    ``prompt``: int32[p], p >= 1, the tokens before the first one that may be learned. ``tokens``: int32[t], those after
+    it, with the one that ends the text. ``mask``: bool[t], True where a token is learned. ``where``: place of the row,
+    such as ``rows.jsonl:3``."""
 
     id: str
     prompt: np.ndarray
@@ -81,13 +73,9 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Ranked:
-    """Completions of one prompt, each better than those after it; two completions make a preference.
-
-    Attributes:
-      id, prompt, where: as in Text.
-      completions: int32[t] each, with the token that ends it, the best first; at least two, no two equal.
-      margin: amount by which the better should win, from the row; 0 if it has none.
-    """
+    """Completions of one prompt, each better than those after it; two make a preference. ``id``, ``prompt``, ``where``:
+    as in Text. ``completions``: int32[t] each, with the token that ends it; at least two, no two equal. ``margin``:
+    amount by which the better should win, from the row; 0 if it has none."""
 
     id: str
     prompt: np.ndarray
@@ -101,9 +89,8 @@ class Ranked:
         return len(self.prompt) + max(len(tokens) for tokens in self.completions)
 
     def cut(self, most: int) -> "Ranked | None":
-        """Return the example with each completion cut to ``most`` tokens with its prompt; None if one is empty or two
-        are equal.
-        """
+        """Return the example, each completion cut to ``most`` tokens with its prompt; None if one is empty or two
+        equal."""
         room = max(most - len(self.prompt), 0)
         parts = tuple(tokens[:room] for tokens in self.completions)
         same = len({part.tobytes() for part in parts}) < len(parts)
@@ -112,13 +99,8 @@ class Ranked:
 
 @dataclasses.dataclass(frozen=True)
 class Judged:
-    """A completion that is good or bad by itself.
-
-    Attributes:
-      id, prompt, where: as in Text.
-      tokens: int32[t], with the token that ends it.
-      good: its label.
-    """
+    """A completion that is ``good`` or bad by itself. ``id``, ``prompt``, ``where``: as in Text. ``tokens``: int32[t],
+    with the token that ends it."""
 
     id: str
     prompt: np.ndarray
@@ -139,14 +121,10 @@ class Judged:
 
 @dataclasses.dataclass(frozen=True)
 class Stepped:
-    """A completion in steps, with a label of each.
-
-    Attributes:
-      id, prompt, where: as in Text.
-      tokens: int32[t], the steps, each but the last with its separator, and the token that ends the text.
-      ends: int32[k], the index in ``tokens`` of each step's last token, its separator included; rising.
-      labels: float32[k], in [0, 1]; 1 is a right step.
-    """
+    """A completion in steps, with a label of each. ``id``, ``prompt``, ``where``: as in Text. ``tokens``: int32[t], the
+    steps, each but the last with its separator, and the token that ends the text. ``ends``: int32[k], rising, the index
+    in ``tokens`` of each step's last token, its separator included. ``labels``: float32[k], in [0, 1]; 1 is a right
+    step."""
 
     id: str
     prompt: np.ndarray
@@ -178,13 +156,8 @@ def longest(rows: Iterable[Example]) -> tuple[int, str]:
 
 
 class RowFormat(NamedTuple):
-    """Columns of the rows of a kind of data.
-
-    Attributes:
-      kind: its name.
-      sets: of columns: a row has at least one of them, and the first that it has is read.
-      beside: further columns, read if a row has them.
-    """
+    """Columns of the rows of a ``kind`` of data. ``sets``: a row has at least one of these sets of columns, and the
+    first that it has is read. ``beside``: further columns, read if a row has them."""
 
     kind: str
     sets: tuple[tuple[str, ...], ...]
@@ -216,8 +189,7 @@ ELSEWHERE = {
     LABEL: "Unpaired does; or make Pairs of the good and the bad completions of a prompt",
 } | dict.fromkeys(UNREAD, "models here read text alone")
 """Columns that change the lesson of a row, so that no kind of data ignores one silently: the kind that reads each, or
-the reason why none does.
-"""
+the reason why none does."""
 
 
 def columns_of(row: dict[str, Any], form: RowFormat) -> tuple[str, ...]:
@@ -510,9 +482,8 @@ class Steps(Data[Stepped]):
 
 
 def split_steps(text: str, separator: str) -> list[str]:
-    """Split the text at each separator; joined by it, the steps are the text again.
-
-    No step is blank: a blank one joins the step before, or the first one. A blank text has no steps.
+    """Split the text at each separator; joined by it, the steps are the text again. No step is blank: a blank one joins
+    the step before, or the first one. A blank text has no steps.
 
     >>> split_steps("a = 1\\n\\nb = 2", "\\n")
     ['a = 1\\n', 'b = 2']
@@ -582,11 +553,7 @@ class Collected:
         return self.task.label
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Refuse to read rows, since a model has to answer first.
-
-        Raises:
-          InputError: always.
-        """
+        """Refuse to read rows, since a model has to answer first. InputError: always."""
         raise InputError(f"the answers to {self.label} are collected by a run: train one, or use jaxrl-llm collect")
 
 
@@ -597,19 +564,16 @@ def load_texts(
     room: Callable[[Row], float] | None = None,
     closes: bool = False,
 ) -> Loaded[Row]:
-    """Read the rows, merge equal ones, then split by a hash of the prompt; equal on every machine.
+    """Read the rows, merge equal ones, then split by a hash of the prompt; equal on every machine. InputError: settings
+    are wrong, the source cannot be read, a row cannot be used and is not to be dropped (with file and line), or no row
+    is left to train on.
 
     Args:
       data: Texts, Pairs or Steps.
-      tokenizer: of the model.
       stop_ids: tokens at which the model's completions end, ``ModelConfig.tokens.eos``.
-      room: maximum number of tokens of a row; longer ones are dropped or truncated as ``data.overlong`` says, or left
-        for the caller to refuse. None: no limit.
+      room: most tokens of a row; longer ones are handled by ``data.overlong``, or left for the caller to refuse. None:
+        no limit.
       closes: whether answers end as the chat template writes them, for models that score them; no policy learns that.
-
-    Raises:
-      InputError: settings are wrong, the source cannot be read, a row cannot be used and is not to be dropped (with
-        file and line), or no row is left to train on.
     """
     check_texts(data)
     bad: list[str] = []
@@ -682,13 +646,8 @@ def check_texts(data: Data[Any]) -> None:
 
 
 def check_collected(source: Collected, kind: RowKind, where: str) -> None:
-    """Refuse settings that cannot collect, before anything is loaded.
-
-    ``where``: prefix of the names of the fields in messages, such as ``--``.
-
-    Raises:
-      InputError: names field, value and remedy.
-    """
+    """Refuse settings that cannot collect, before anything is loaded. ``where``: prefix of the names of the fields in
+    messages, such as ``--``. InputError: names field, value and remedy."""
     check(source.task)
     check_fields(source, where)
     least = 2 if kind == "pairs" else 1

@@ -1,8 +1,6 @@
-"""Checks of a run: one for each kind of trouble, a pure function of the run's history.
-
-The value of a metric alone says little: checks compare it with the run's own past, require a change to last, and
-tolerate much in a run that learns. The thresholds are ours, chosen on synthetic and real runs.
-"""
+"""Checks of a run: one for each kind of trouble, a pure function of the run's history. The value of a metric alone says
+little: checks compare it with the run's own past, require a change to last, and tolerate much in a run that learns. The
+thresholds are ours, chosen on synthetic and real runs."""
 
 import dataclasses
 import functools
@@ -46,15 +44,8 @@ from jaxrl_llm.types import MEAN_OF_TASKS
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A trouble of a run.
-
-    Attributes:
-      kind: its name, such as ``entropy_collapse``.
-      step: the step of its beginning.
-      what: the numbers.
-      why: its usual meaning.
-      remedy: the setting to change.
-    """
+    """A trouble of a run: its ``kind``, such as ``entropy_collapse``, the ``step`` of its beginning, the numbers
+    (``what``), their usual meaning (``why``), and the setting to change (``remedy``)."""
 
     kind: str
     step: int
@@ -194,14 +185,8 @@ LOST = (
 
 
 def make_finding(kind: str, step: int, words: tuple[str, str, str] | None = None, **facts: str | int) -> Finding:
-    """Make the finding of a trouble that began at a step.
-
-    Args:
-      kind: its name.
-      step: the step of its beginning.
-      words: what, why and remedy, in place of those of ``kind``.
-      facts: values for the names in braces.
-    """
+    """Make the finding of a trouble that began at a step. ``words``: what, why and remedy, in place of those of
+    ``kind``. ``facts``: values for the names in braces."""
     what, why, remedy = words or WORDS[kind]
     return Finding(kind, step, what.format(step=step, **facts), why, remedy)
 
@@ -288,10 +273,8 @@ MOST = 200
 
 
 def reward_hacking(run: History) -> Finding | None:
-    """Find a falling evaluation, or training accuracy, while a training reward rises or keeps its rise.
-
-    The reward is the training reward or the reward model's score; another evaluation that rises excuses it.
-    """
+    """Find a falling evaluation, or training accuracy, while a training reward rises or keeps its rise. The reward is
+    the training reward or the reward model's score; another evaluation that rises excuses it."""
     rewards = {"training reward": run["reward/mean"], "reward model's score": run["reward_model/mean"]}
     for task, test in (run.evaluations | {"the accuracy in training": _in_blocks(run["reward/accuracy"])}).items():
         at = _peak(test)
@@ -325,10 +308,8 @@ def _level_before(series: Series, step: int, first: int) -> float:
 
 
 def _in_blocks(series: Series) -> Series:
-    """Return means of up to 20 blocks of a series, of at least 5 measurements, at the blocks' last steps.
-
-    Empty for a series shorter than four blocks.
-    """
+    """Return means of up to 20 blocks of a series, of at least 5 measurements, at the blocks' last steps. Empty for a
+    series shorter than four blocks."""
     count = min(len(series) // 5, 20)
     if count < 4:
         return Series(series.steps[:0], series.values[:0])
@@ -338,10 +319,8 @@ def _in_blocks(series: Series) -> Series:
 
 
 def _peak(test: Series) -> int | None:
-    """Return the index of an evaluation's last best value before a sure fall by a tenth; None without a fall.
-
-    Levels are means of several values: the best of many noisy values is biased.
-    """
+    """Return the index of an evaluation's last best value before a sure fall by a tenth; None without a fall. Levels
+    are means of several values: the best of many noisy values is biased."""
     values = test.values
     count = len(values)
     if count < 2:
@@ -361,9 +340,7 @@ def _peak(test: Series) -> int | None:
 
 
 def overfitting(run: History) -> Finding | None:
-    """Find training that still rises while held-out data no longer rises, or never did; reward hacking has
-    precedence.
-    """
+    """Find training that still rises while held-out data no longer does, or never did; reward hacking comes first."""
     gap = next((gap for training, tests in _watched(run) if (gap := overfitting_gap(training, tests))), None)
     return gap if gap is not None and reward_hacking(run) is None else None
 
@@ -409,10 +386,8 @@ def overfitting_gap(training: Series, tests: Mapping[str, Series]) -> Finding | 
 
 
 def _flat(test: Series, step: int, deviation: float, rise: float) -> bool:
-    """Whether held-out data has surely made no more than a share of ``rise`` since a step.
-
-    ``deviation``: of each of its measurements.
-    """
+    """Whether held-out data has surely made no more than a share of ``rise`` since a step. ``deviation``: of each of
+    its measurements."""
     since = test.since(step).values
     if len(since) < FEWEST_SINCE:
         return False
@@ -422,11 +397,9 @@ def _flat(test: Series, step: int, deviation: float, rise: float) -> bool:
 
 
 def fit_break(series: Series) -> tuple[int, float]:
-    """Return the step where a series levels off, and the deviation of one measurement.
-
-    It is the break of a line that is constant after it, by least squares; the first step if the line has no slope
-    before. For a reversed series, with negative steps, it is the step where the original begins to rise.
-    """
+    """Return the step where a series levels off, and the deviation of one measurement. It is the break of a line that
+    is constant after it, by least squares; the first step if the line has no slope before. For a reversed series, with
+    negative steps, it is the step where the original begins to rise."""
     sampled = np.unique(np.linspace(0, len(series) - 1, MOST).astype(int))
     steps = series.steps[sampled].astype(float)
     values = series.values[sampled] - series.values[sampled].mean()
@@ -459,28 +432,20 @@ SHORT = 200
 
 
 def diagnose(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> list[Finding]:
-    """Diagnose a run by the rows of its ``metrics.jsonl``; return findings in the order of their beginning.
-
-    Only the pinned names of metrics are read; a missing, null or non-numeric value counts as unmeasured, but where an
-    update was made. Troubles that are over by the last row are not reported, except spikes of the gradient and what was
-    not a number. At most one finding of each kind.
-    ``steps``: planned steps of an unfinished run; it counts as stalled only after half of them without progress.
-    """
+    """Diagnose a run by the rows of its ``metrics.jsonl``; return at most one finding of each kind, in the order of
+    their beginning. Only the pinned names of metrics are read; a missing, null or non-numeric value counts as
+    unmeasured, but where an update was made. Troubles that are over by the last row are not reported, except spikes of
+    the gradient and what was not a number. ``steps``: planned, of an unfinished run; it counts as stalled only after
+    half of them without progress."""
     run = history(rows, steps)
     findings = [finding for rule in RULES.values() if (finding := rule(run)) is not None]
     return sorted(findings, key=lambda finding: finding.step)
 
 
 class FindingTracker:
-    """A tracker of a run's rows that diagnoses them during the run, for guards and for people.
-
-    Guards get all findings, at steps that depend on nothing else: equal whether or not the run was interrupted. People
-    get each kind once, when it is first found.
-
-    Args:
-      steps: that the run ends with.
-      earlier: the rows of a run that is resumed; findings in them have been reported to people.
-    """
+    """A tracker of a run's rows that diagnoses them during the run. Guards get all findings, at steps that depend on
+    nothing else, interrupted or not; people get each kind once, when it is first found. ``steps``: that the run ends
+    with. ``earlier``: the rows of a run that is resumed; findings in them have been reported to people."""
 
     def __init__(self, steps: int, earlier: Iterable[Mapping[str, Any]] = ()):
         self._steps = steps
@@ -536,14 +501,8 @@ def looks(step: int) -> bool:
 
 
 def above(least: float, times: float = 1.0, more: float = 0.0, always: float = np.inf) -> Limit:
-    """Return a limit for a metric that is bad when it grows.
-
-    Args:
-      least: never bad below.
-      times: bad from this multiple of the past level.
-      more: bad from this difference to the past level.
-      always: bad from here at any past level.
-    """
+    """Return a limit for a metric that is bad when it grows: from ``times`` the past level, from ``more`` above it, and
+    from ``always`` at any past level; never below ``least``."""
     return lambda past: np.minimum(np.maximum(np.maximum(least, times * past), past + more), always)
 
 
@@ -607,10 +566,8 @@ def lengths_off(kind: str, run: History) -> Finding | None:
 
 
 def no_signal(run: History) -> Finding | None:
-    """Find nearly all groups with equal rewards, while the task is unsolved and reward and evaluation do not rise.
-
-    If almost no group teaches, a rising evaluation does not excuse a flat reward.
-    """
+    """Find nearly all groups with equal rewards, while the task is unsolved and reward and evaluation do not rise. If
+    almost no group teaches, a rising evaluation does not excuse a flat reward."""
     change = change_point(run["reward/zero_std_fraction"], above(0.8), True)
     if change is None or learned(run):
         return None
@@ -680,8 +637,7 @@ def not_a_number(run: History) -> Finding | None:
 
 def stalled(run: History) -> Finding | None:
     """Find a run without a rise of reward or evaluation for at least half of it, far from perfect; or one that lost
-    most of its best reward and evaluation.
-    """
+    most of its best reward and evaluation."""
     if finding := lost(run):
         return make_finding("stalled", finding.step, LOST, best=short(finding.best), now=short(finding.now))
     finding = plateau(run)
@@ -715,10 +671,8 @@ RULES: dict[str, Callable[[History], Finding | None]] = {
 
 def _apart(heights: np.ndarray, spikes: np.ndarray, fewest: int) -> np.ndarray:
     """Return the highest spikes that are separated by a gap from all lower heights; empty if fewer than ``fewest``.
-
     Heavy tails have high values without a gap below them: for an exponential tail, common for logarithms, the gaps
-    between sorted heights, the j-th from the top times j, are all of one size (Renyi, 1953).
-    """
+    between sorted heights, the j-th from the top times j, are all of one size (Renyi, 1953)."""
     if len(spikes) < fewest:
         return spikes[:0]
     order = np.argsort(-heights, kind="stable")

@@ -60,14 +60,9 @@ from jaxrl_llm.types import Prompt, Role, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class PlannedModel:
-    """A model on the devices, and the data that a program reads with it.
-
-    Attributes:
-      name: of the program: "update" for the policy, or that of another role or of a pass.
-      predicts: whether it predicts tokens; a scalar model does not.
-      packed: the data of one call.
-      microbatches: non-empty microbatches of the data.
-    """
+    """A model on the devices, and ``packed``, the data of one call of a program. ``name``: "update" for the policy, or
+    that of another role or of a pass. ``predicts``: whether it predicts tokens; a scalar model does not.
+    ``microbatches``: non-empty ones of the data."""
 
     name: str
     forward: Forward
@@ -110,14 +105,9 @@ class PlannedPass(PlannedModel):
 
 @dataclasses.dataclass(frozen=True)
 class Arrays:
-    """All arrays on the devices; every leaf is a ``ShapeDtypeStruct`` with its sharding.
-
-    Attributes:
-      state: weights, optimiser, reference.
-      packed: one optimiser update's data, for all roles.
-      learned: one for each role, the policy first.
-      passes: the passes.
-    """
+    """All arrays on the devices, as ``ShapeDtypeStruct`` with sharding: ``state`` (weights, optimiser, reference);
+    ``packed``, one optimiser update's data, for all roles; ``learned``, one for each role, the policy first;
+    ``passes``."""
 
     state: TrainState
     packed: Packed
@@ -148,10 +138,8 @@ def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
 
 
 def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
-    """Return the run's arrays, where ``mesh`` learns and ``where`` samples (either may be abstract).
-
-    ``initial``: the model at the start, as shapes.
-    """
+    """Return the run's arrays, where ``mesh`` learns and ``where`` samples (either may be abstract). ``initial``: the
+    model at the start, as shapes."""
     state = sharding.as_shapes(outline.state, sharding.shardings(outline.state, mesh))
     names = tuple(objective.name for training in outline.training for objective in training.objectives)
     samples = outline.samples(outline.groups.longest)
@@ -186,8 +174,7 @@ def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) ->
 
 
 def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtype: Any, where: Any) -> SamplingArrays:
-    """Add the weights to sample from, and the slots at their largest: all of them, the longest prompts and completions,
-    the most prompt blocks."""
+    """Add the sampling weights, and all slots at their largest: longest prompts and completions, most prompt blocks."""
     rollout = sampler.rollout
     sampled = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), sharding.platform_of(where)), model)
     engine = rollout.engine
@@ -228,15 +215,11 @@ def prompt_calls(tokens: int, parts: int) -> tuple[int, int, int]:
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A compiled program and its needs on one device.
-
-    Attributes:
-      arguments, outputs, temporary: bytes; outputs are results in new memory.
-      cycles: of a TPU's core in one call, by its compiler, without kernels of Pallas and collectives; 0 on GPUs.
-      products: number of matrix products by implementation, which a GPU's compiler chooses.
-      seconds: duration of the compilation.
-      refused: bytes that it would need, if that is more than the device has; the other numbers are then 0.
-    """
+    """A compiled program and its needs on one device. ``arguments``, ``outputs``, ``temporary``: bytes; outputs are in
+    new memory. ``cycles``: of a TPU's core in one call, by its compiler, without kernels of Pallas and collectives; 0
+    on GPUs. ``products``: matrix products by implementation, which a GPU's compiler chooses. ``seconds``: of
+    compilation. ``refused``: bytes that it would need, if that is more than the device has; the other numbers are then
+    0."""
 
     arguments: int = 0
     outputs: int = 0
@@ -252,9 +235,7 @@ class Compiled:
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
     """A resolved run on described devices, ready to compile: ``arrays`` are the arguments of the trainer's functions.
-
-    ``mesh`` learns and ``where`` samples; both are abstract where nothing is compiled.
-    """
+    ``mesh`` learns and ``where`` samples; both are abstract where nothing is compiled."""
 
     run: Configuration
     mesh: Any
@@ -270,11 +251,8 @@ def planned_run(
     find: Architectures = architecture_of,
     machine: Machine | None = None,
 ) -> PlannedRun:
-    """Return the run's functions and their arguments on these devices.
-
-    ``find``: returns the architecture of other models. Without devices the meshes are abstract, of the ``machine``, and
-    nothing can be compiled.
-    """
+    """Return the run's functions and their arguments on these devices. ``find``: returns the architecture of other
+    models. Without devices the meshes are abstract, of the ``machine``, and nothing can be compiled."""
     mesh, where = run_meshes(run, devices, machine)
     model = abstract_model(config, run.learner.dtype)
     outline = planned_stage(run).outline(run, model, mesh, where, find)
@@ -282,8 +260,7 @@ def planned_run(
 
 
 def run_meshes(run: Configuration, devices: list[Any] | None, machine: Machine | None = None) -> tuple[Any, Any]:
-    """Return the run's meshes for learning and for sampling: of these devices, or without them abstract, of the
-    machine."""
+    """Return the run's meshes for learning and for sampling, of these devices, or abstract ones of the machine."""
     if devices is not None or machine is None:
         return sharding.make_mesh(run.mesh, devices), sharding.rollout_mesh(run.mesh, devices)
     sizes = run.mesh.sizes(machine.devices), run.mesh.sampling_sizes(machine.devices)
@@ -299,10 +276,8 @@ def planned_stage(run: Configuration) -> ModuleType:
 
 
 def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
-    """Lower a program of the run, at its largest: all slots, the longest prompts, the last call of several.
-
-    ``weights`` casts and lays out the policy for sampling; ``refill`` fills slots and blocks with a call's prompts.
-    """
+    """Lower a program of the run, at its largest: all slots, the longest prompts, the last call of several. ``weights``
+    casts and lays out the policy for sampling; ``refill`` fills slots and blocks with a call's prompts."""
     arrays = target.arrays
     scalar = jax.ShapeDtypeStruct((), np.float32)
     for planned in arrays.learned:
@@ -387,10 +362,7 @@ def memory_needed(text: str) -> float:
 
 def find_model_config(name: str) -> tuple[ModelConfig, str]:
     """Return the architecture of a model or adapter directory, .gguf file, built-in name, hub id or RUN[@STEP], and its
-    source.
-
-    The package holds a copy of config.json for well-known models, so that planning needs no network.
-    """
+    source. The package holds a copy of config.json for well-known models, so that planning needs no network."""
     if name in published_configs() and not Path(name).is_dir():
         return read_config(published_configs()[name]), "the published config.json, copied into this package"
     trained = find_run(name)
@@ -403,11 +375,9 @@ def find_model_config(name: str) -> tuple[ModelConfig, str]:
 
 
 def architecture_finder(policy: ModelConfig) -> tuple[Architectures, list[str]]:
-    """Return a function from the name of a run's other model to its architecture, and the notes that it adds to.
-
-    A run that has not been trained yet has no directory: the function assumes the policy's architecture and notes that.
-    It raises InputError for a model that exists, but cannot be read.
-    """
+    """Return a function from the name of a run's other model to its architecture, and the notes that it adds to. A run
+    that has not been trained yet has no directory: the function assumes the policy's architecture and notes that. It
+    raises InputError for a model that exists, but cannot be read."""
     notes: list[str] = []
 
     @functools.cache

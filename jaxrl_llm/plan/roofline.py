@@ -1,7 +1,5 @@
 """The time of a step, from compiled programs where there are some, and by formula from the sizes of a run elsewhere.
-
-With the occupancy of the engine's slots, and the duration of transfers over ICI and DCN.
-"""
+With the occupancy of the engine's slots, and the duration of transfers over ICI and DCN."""
 
 import collections
 import dataclasses
@@ -35,13 +33,9 @@ SIGMA = 0.9
 
 @dataclasses.dataclass(frozen=True)
 class Occupancy:
-    """A step's decoding.
-
-    Attributes:
-      chunks: calls of the decode program.
-      read: share of the whole cache, slots by columns, that a call reads on average.
-      live: share of the whole cache that holds keys and values of running completions, on average.
-    """
+    """A step's decoding. ``chunks``: calls of the decode program; ``read``: share of the whole cache, slots by columns,
+    that a call reads on average; ``live``: share of the whole cache that holds keys and values of running completions,
+    on average."""
 
     chunks: int
     read: float
@@ -49,10 +43,8 @@ class Occupancy:
 
 
 def completion_lengths(count: int, mean: float, longest: int) -> np.ndarray:
-    """Return the tokens of ``count`` completions, int[count]: log-normal, cut at ``longest``, of this mean, shuffled.
-
-    A mean of ``longest`` gives that length to all.
-    """
+    """Return the tokens of ``count`` completions, int[count]: log-normal, cut at ``longest``, of this mean, shuffled. A
+    mean of ``longest`` gives that length to all."""
     if mean >= longest:
         return np.full(count, longest)
     spread = np.exp(SIGMA * np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]))
@@ -74,11 +66,9 @@ def occupancy(
     parts: int = 1,
     form: ByLength | None = None,
 ) -> Occupancy:
-    """Run a step's completions through the slots by the engine's rules for the rows and columns of a chunk.
-
-    A slot whose completion ends takes the next one of the queue at the next chunk. ``room``: columns of the whole
-    cache. ``form``: kernels that read each row by its length; None for the plain form, which reads all alike.
-    """
+    """Run a step's completions through the slots by the engine's rules for the rows and columns of a chunk. A slot
+    whose completion ends takes the next one of the queue at the next chunk. ``room``: columns of the whole cache.
+    ``form``: kernels that read each row by its length; None for the plain form, which reads all alike."""
     queue = completion_lengths(completions, mean, longest)
     running = queue[:slots]
     progress = np.zeros(len(running), int)
@@ -106,16 +96,10 @@ def occupancy(
 @dataclasses.dataclass(frozen=True)
 class Work:
     """The work of a step, over all devices; a completion has ``mean`` tokens and a prompt the maximum.
-
-    Attributes:
-      prompts_flops: prefill of all prompts, once for each group; 0 where nothing is sampled.
-      score_passes: forward passes over the batch that are not differentiated: old policy, reference.
-      update_flops: useful FLOPs of one update of every role, the policy and the others; a role with more passes counts
-        with its share of those.
-      predictions: tokens of one update.
-      rows: of packed tokens that an update computes, padding included.
-      microbatches: non-empty microbatches of an update.
-    """
+    ``prompts_flops``: prefill of all prompts, once for each group; 0 where nothing is sampled. ``score_passes``:
+    forward passes over the batch without gradients: old policy, reference. ``update_flops``: useful FLOPs of one update
+    of every role; one with more passes counts with its share of those. Of an update: ``predictions``: tokens; ``rows``:
+    of packed tokens, padding included; ``microbatches``: non-empty ones."""
 
     completions: int
     mean: int
@@ -211,15 +195,9 @@ def packed_pairs(config: ModelConfig, attention: str, rows: int, row_tokens: int
 
 
 class Cost(NamedTuple):
-    """The cost of one call of a program on one device, by formula.
-
-    Attributes:
-      flops: that it computes.
-      bytes: that it reads and writes.
-      kernels: FLOPs of fused attention in a TPU's program, which its compiler does not count.
-      fixed: of the bytes, those that every call reads; a compiled program at its largest reads a ``share`` of the rest.
-      share: see ``fixed``.
-    """
+    """The cost of one call of a program on one device, by formula: ``flops``, and ``bytes`` read and written.
+    ``kernels``: FLOPs of fused attention in a TPU's program, which its compiler does not count. ``fixed``: of the
+    bytes, those that every call reads; a compiled program at its largest reads a ``share`` of the rest."""
 
     flops: float
     bytes: float
@@ -229,12 +207,8 @@ class Cost(NamedTuple):
 
 
 class CompiledCost(NamedTuple):
-    """The cost of one call of a compiled program on one device, at its largest, read from its text.
-
-    Attributes:
-      seconds: of its kernels by a TPU's compiler; 0 where the text has none.
-      bytes: that it reads and writes.
-    """
+    """The cost of one call of a compiled program on one device, at its largest, read from its text. ``seconds``: of its
+    kernels by a TPU's compiler; 0 where the text has none. ``bytes``: that it reads and writes."""
 
     seconds: float
     bytes: float
@@ -248,15 +222,10 @@ FORMULAS, BYTES, CYCLES = "formulas", "compiled bytes", "compiled cycles and byt
 class StepPart:
     """A part of the step on one device; computing, reading and sending may overlap, so the slowest decides.
 
-    Attributes:
-      name: "weights", "prompts", "decode", "score", "update", or that of another role or of a pass.
-      flops, bytes, traffic: of one device, in all ``calls`` of a step.
-      compute_s, memory_s: at the peaks of matrix products and of memory.
-      ici_s, dcn_s: inside a slice or host, and between them.
-      samples: whether it is part of the sampling half.
-      learns: whether it updates a role.
-      source: of ``compute_s`` and ``memory_s``: ``FORMULAS``, ``BYTES`` or ``CYCLES``.
-    """
+    ``name``: "weights", "prompts", "decode", "score", "update", or that of another role or of a pass. ``flops``,
+    ``bytes``, ``traffic``: in all ``calls`` of a step. ``compute_s``, ``memory_s``: at the peaks of matrix products and
+    of memory, by ``source``: ``FORMULAS``, ``BYTES`` or ``CYCLES``. ``ici_s``, ``dcn_s``: inside a slice or host, and
+    between them. ``samples``: it is part of the sampling half; ``learns``: it updates a role."""
 
     name: str
     calls: float
@@ -292,10 +261,8 @@ def step_parts(
     traffic: Mapping[str, tuple[Traffic, ...]],
     costs: Mapping[str, CompiledCost],
 ) -> list[StepPart]:
-    """Return the parts of a step on one device; those that a step never calls are left out.
-
-    ``traffic``: of one call of each program. ``costs``: of compiled programs; others cost what formulas say.
-    """
+    """Return the parts of a step on one device; those that a step never calls are left out. ``traffic``: of one call of
+    each program. ``costs``: of compiled programs; others cost what formulas say."""
     parts = []
 
     def add(name: str, calls: float, cost: Cost, samples: bool = False, learns: bool = False) -> None:
@@ -420,13 +387,8 @@ def update_cost(arrays: programs.Arrays, planned: programs.PlannedRole, work: Wo
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """The location of each partition of a program.
-
-    Attributes:
-      machine: the machine of the partitions.
-      slices: int[partitions], the slice or host of each.
-      coordinates: int[partitions, dimensions] in the torus; no columns where a switch links all.
-    """
+    """The location of each partition of a program on ``machine``. ``slices``: int[partitions], its slice or host;
+    ``coordinates``: int[partitions, dimensions] in the torus, no columns where a switch links all."""
 
     machine: Machine
     slices: np.ndarray
@@ -445,10 +407,8 @@ def device_places(machine: Machine, devices: Iterable[Any] | None = None) -> Pla
 
 
 def traffic_of(collective: Collective, places: Places) -> Traffic:
-    """Return the traffic of all runs of one collective.
-
-    Between slices it is assumed hierarchical: each device of a slice sends its share out, and the rest stays inside.
-    """
+    """Return the traffic of all runs of one collective. Between slices it is assumed hierarchical: each device of a
+    slice sends its share out, and the rest stays inside."""
     chip = places.machine.chip
     group = collective.groups[0]
     outside = len(set(places.slices[group].tolist()))
@@ -490,11 +450,8 @@ def sum_by_kind(transfers: Iterable[Traffic]) -> tuple[Traffic, ...]:
 def traffic_by_formula(
     run: Configuration, arrays: programs.Arrays, work: Work, sizes: Mapping[str, int], places: Places
 ) -> dict[str, tuple[Traffic, ...]]:
-    """Estimate the traffic of one call of each program, without compiling.
-
-    Weights are gathered over fsdp, gradients summed over data, activations over tensor, and tokens gathered and their
-    sums scattered over expert.
-    """
+    """Estimate the traffic of one call of each program, without compiling. Weights are gathered over fsdp, gradients
+    summed over data, activations over tensor, and tokens gathered and their sums scattered over expert."""
     partitions = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     # Groups of partitions by mesh axis, int[groups, members]: the members of a group differ along this axis only.
     axes = {name: np.moveaxis(partitions, i, -1).reshape(-1, sizes[name]) for i, name in enumerate(sizes)}
@@ -533,8 +490,7 @@ def traffic_by_formula(
 def _pass_collectives(
     planned: programs.PlannedModel, microbatches: int, axes: Mapping[str, np.ndarray]
 ) -> list[Collective]:
-    """Return the collectives of a forward pass: weights gathered, activations summed, and what experts exchange, in
-    each microbatch."""
+    """Return the collectives of a forward pass, in each microbatch: weights, sums of activations, experts' exchange."""
     config = planned.model.config
     layout = planned.forward.layout
     tokens = layout.rows * layout.row_tokens / layout.parts
@@ -549,10 +505,8 @@ def _pass_collectives(
 def expert_exchange(
     config: ModelConfig, tokens: float, width: int, axes: Mapping[str, np.ndarray], times: float
 ) -> list[Collective]:
-    """Return what devices with different experts exchange for ``tokens`` of each; backward passes send as much.
-
-    Hidden states of ``width`` bytes a number are gathered with weights and numbers of experts; sums are float32.
-    """
+    """Return what devices with different experts exchange for ``tokens`` of each; backward passes send as much. Hidden
+    states of ``width`` bytes a number are gathered with weights and numbers of experts; sums are float32."""
     if config.experts is None or "expert" not in axes:
         return []
     all_tokens = tokens * axes["expert"].shape[1]

@@ -23,16 +23,11 @@ GB = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class Totals:
-    """A run from its first step to its last, at the least time of a step.
-
-    Attributes:
-      device_hours: of all devices together.
-      cost: in the currency of the price; None without a price.
-      checkpoint_bytes, snapshot_bytes: of one on disk.
-      best_bytes: of the models of the best evaluation, as of now and of each checkpoint, at most; 0 if none is kept.
-      disk_bytes: of ``output.keep`` checkpoints, one in writing, and one of an interruption.
-      step_grace_s: the half of ``output.grace_s`` that a step has to end in after a signal; None if that is infinite.
-    """
+    """A run from its first step to its last, at the least time of a step. ``device_hours``: of all devices. ``cost``:
+    in the currency of the price; None without one. ``checkpoint_bytes``, ``snapshot_bytes``: of one on disk.
+    ``best_bytes``: of the models of the best evaluation, as of now and of each checkpoint, at most; 0 if none is kept.
+    ``disk_bytes``: of ``output.keep`` checkpoints, one in writing, and one of an interruption. ``step_grace_s``: half
+    of ``output.grace_s``, in which a step has to end after a signal; None if that is infinite."""
 
     steps: int
     run_s: float
@@ -140,8 +135,7 @@ TIMES = f"{'seconds of a step':<50}{'compute':>10}{'memory':>10}{'ICI':>10}{'DCN
 
 
 def report_lines(plan: Plan, source: str, price: float | None = None) -> list[str]:
-    """Return the report's lines; ``source`` names the source of the model's shapes, ``price`` is that of a device and
-    hour."""
+    """Return the report's lines; ``source``: of the model's shapes; ``price``: of a device and hour."""
     rows = [*head_lines(plan, source), "", *memory_lines(plan), "", TIMES]
     for p in plan.phases:
         times = "".join(f"{x:>10.3f}" for x in (p.compute_s, p.memory_s, p.ici_s, p.dcn_s))

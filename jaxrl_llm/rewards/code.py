@@ -20,8 +20,7 @@ where a test is JSON, tuples are lists and the keys of dictionaries text, as Liv
 HumanEval+ and MBPP+ are close as in EvalPlus (absolute 1e-6, relative 1e-7).
 
 Values are JSON of ``sandbox.program.encode_value``, from a process that may have written anything: they are compared
-member by member, so that no hash table is built from one that is larger than the expected value.
-"""
+member by member, so that no hash table is built from one that is larger than the expected value."""
 
 import ast
 import dataclasses
@@ -65,9 +64,7 @@ class CaptureFixture:
         sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
         return self.result(*texts)
 """
-"""Names that solutions of LeetCode's form take for granted, as LiveCodeBench and APPS provide them; and the class of
-pytest's ``capsys``.
-"""
+"""Names that LeetCode's solutions take for granted, as LiveCodeBench and APPS provide them; pytest's ``capsys``."""
 JUDGE = Path(__file__).with_name("code_judge.py").read_text()
 
 
@@ -100,16 +97,11 @@ Test = OutputTest | CallTest | AssertTest
 
 
 class Verdict(NamedTuple):
-    """Result of a program's tests.
-
-    Attributes:
-      score: share passed of the tests that have a verdict, in [0, 1]; None if none has, or the sandbox failed. No
-        program can take a test out of it that it fails: only tests that hold no value of their own, such as ``V(1) +
-        V(2) == V(3)``, can turn out to be opaque, and these could be passed without a solution as well.
-      results: for each test ``passed``, ``failed``, the status of ``Outcome`` that the program ended with, ``opaque``
-        (nobody outside the program can tell: not counted), or ``not run``.
-      note: what else to know, in one line; empty if nothing.
-    """
+    """Result of a program's tests. ``score``: share passed, in [0, 1], of the tests with a verdict; None without any,
+    or if the sandbox failed. No program can take out a test that it fails: only tests without a value of their own,
+    such as ``V(1) + V(2) == V(3)``, can be opaque, and these can be passed without a solution. ``results``: for each
+    test ``passed``, ``failed``, the status of ``Outcome`` that ended the program, ``opaque`` (nobody outside the
+    program can tell: not counted) or ``not run``. ``note``: what else to know, in one line, or empty."""
 
     score: float | None
     results: tuple[str, ...]
@@ -141,14 +133,9 @@ def grade(
     allow_opaque_asserts: bool = False,
     stop_early: bool = False,
 ) -> Verdict:
-    """Run a program's tests; ``timeout_s`` and ``memory_mb`` are for each test, as in ``run_python``.
-
-    ``code`` may be a completion (``extract_program``). ``stop_early`` ends at the first test that fails. After three
-    tests that time out the rest are not run, and count as failed.
-
-    Raises:
-      InputError: the tests have no known form.
-    """
+    """Run a program's tests; ``timeout_s`` and ``memory_mb`` are for each test, as in ``run_python``. ``code`` may be a
+    completion (``extract_program``). ``stop_early`` ends at the first test that fails. After three tests that time out
+    the rest are not run, and count as failed. InputError: the tests have no known form."""
     parsed_tests = parse_tests(tests)
     limits = timeout_s, memory_mb
     program = extract_program(code)

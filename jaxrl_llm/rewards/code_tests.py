@@ -10,8 +10,7 @@ Tests in the words of unittest, numpy and pytest as plain assertions, which are 
 ``self.assertEqual(f(2), 4)`` and ``np.testing.assert_equal(f(2), 4)`` become ``assert f(2) == 4``. Each test of a class
 has the statements of its ``setUp`` before it, and ``self.x`` becomes a name. The cases of ``parametrize`` become a
 loop, and ``capsys`` an object of the program's process. What has no plain form, such as ``assertRaises``, is refused,
-since nobody would notice if it were left out.
-"""
+since nobody would notice if it were left out."""
 
 import ast
 import builtins
@@ -38,12 +37,10 @@ class AssertTest:
     """An assertion about what a program computes.
 
     Attributes:
-      setup: statements before it.
       expressions: computed in the program's process.
       judge: ``equal`` and ``close`` compare with ``expected``; ``truth``; ``judged`` evaluates an expression over
         ``_0``, ``_1``, ... without the program; ``opaque``: the program's process judges, which it could deceive.
       expected: a value, or that expression.
-      judge_setup: statements before that expression.
       larger: the assertion with more computed by the program, such as ``list(f(3))`` for ``f(3)``; None without more.
       source: the setup and the statement itself.
     """
@@ -290,15 +287,10 @@ def computable(scope: Any, node: ast.AST, certain: bool) -> bool:
     """Whether the program's process may compute an expression of a test: ``list(f(3))``, ``n.left.value``.
 
     A value that is no data cannot leave that process, but what the test makes of it can. The program could lie about
-    each step: an expression is taken only if it holds nothing that is expected, so that a lie needs the answer.
-    ``f(2) - 4`` and ``f(2).startswith("ab")`` are not: an object whose subtraction returns 0 would be the answer.
-
-    Args:
-      scope: the names before it.
-      node: the expression.
-      certain: whether its value is compared with one that cannot be guessed; then functions of the test, and operators
-        of the program's objects with constants, may be in it.
-    """
+    each step, so the expression may hold nothing that is expected: ``f(2) - 4`` and ``f(2).startswith("ab")`` are
+    refused, since an object whose subtraction returns 0 would be the answer. ``scope``: the names before it.
+    ``certain``: its value is compared with one that cannot be guessed; then functions of the test, and operators of the
+    program's objects with constants, may be in it."""
     if not scope.needs(node):  # it holds no values of the test
         imports = [stmt for stmt in scope.setup if isinstance(stmt, (ast.Import, ast.ImportFrom))]
         standard = reads(node) - binds(node) <= frozenset(dir(builtins)).union(*map(binds, imports))
@@ -397,16 +389,10 @@ def _check_argument(node: ast.stmt) -> str:
 
 @dataclasses.dataclass
 class _Scope:
-    """The statements so far, and their knowledge of names.
-
-    Attributes:
-      setup: the statements.
-      tainted: names whose values depend on the program; ``objects`` of them are its functions or objects, and
-        ``instances`` of them instances of its classes.
-      literals: names of literals, and their values.
-      missing: names of packages that programs do not have.
-      computed: texts of the expressions that earlier assertions computed.
-    """
+    """The statements so far (``setup``), and what is known of names. ``tainted``: those whose values depend on the
+    program; of them ``objects`` are its functions or objects, ``instances`` instances of its classes. ``literals``:
+    values of names of literals. ``missing``: names of packages that programs do not have. ``computed``: texts of the
+    expressions that earlier assertions computed."""
 
     setup: list[ast.stmt] = dataclasses.field(default_factory=list)
     tainted: set[str] = dataclasses.field(default_factory=set)

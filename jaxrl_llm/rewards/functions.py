@@ -45,17 +45,10 @@ Item = tuple[Problem, Completion]
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """Calling convention of a function.
-
-    Attributes:
-      style: convention of its parameter names: ``own``, ``trl`` or ``verl``; ``plain`` if an item is its arguments.
-      batch: all items in one call.
-      waits: it is ``async``: many of its calls may wait at one time.
-      first: parameters that are problem and completion by position, with any names.
-      names: parameters given by name.
-      optional: those with a default.
-      rest: it takes all other arguments.
-    """
+    """Calling convention of a function. ``style``: ``own``, ``trl`` or ``verl`` by its parameter names; ``plain`` if an
+    item is its arguments. ``batch``: all items in one call. ``waits``: it is ``async``, so many calls may wait at one
+    time. ``first``: parameters that are problem and completion by position, with any names; ``names``: those given by
+    name; ``optional``: those with a default; ``rest``: it takes all other arguments."""
 
     style: str = "own"
     batch: bool = False
@@ -157,8 +150,7 @@ class Local(UserFunction):
     It is called like that of a ``Function``, but in this process, one call after the other in a separate thread. A call
     that hangs is abandoned after the same time and cannot be ended; signals, such as math-verify's own timeouts, need a
     main thread and so a module. A config.json cannot hold it: such a run is trained from the program that holds the
-    function.
-    """
+    function."""
 
     function: Callable[..., Any]
     weight: float = 1.0
@@ -326,8 +318,7 @@ AT_ONCE = 64
 """Maximum number of calls of one ``async`` function that wait at one time."""
 LARGEST = 1e15
 """Maximum size of a reward: the squares of a million differences of such rewards have a sum in float32, in which
-advantages are computed. Beyond it, all advantages would be 0.
-"""
+advantages are computed. Beyond it, all advantages would be 0."""
 
 _OFFERS: dict[tuple[str, bool], dict[str, Callable[[Any, Any], Any]]] = {
     ("own", False): {"problem": lambda p, c: p, "completion": lambda p, c: c},
@@ -357,16 +348,11 @@ _LIBRARIES = (
 class RewardCall(NamedTuple):
     """Call of a function for some items; without ``function`` it pickles, and goes to another process.
 
-    Attributes:
-      path: ``module:function``, or another name of the function.
-      items: pairs to score; one, unless the form is a batch or waits.
-      form: calling convention of the function.
-      timeout_s: for one item, or for the whole of a batch.
-      positions: unit of the positions that a step function returns (``StepFunction``); empty if it returns numbers.
-      function: if no other process can import it; None if ``path`` names it.
-      on_error: score of an item without an outcome, in place of the scorer's own; None for that.
-      extra_names: names of the further numbers that each result holds beside its ``score``.
-    """
+    ``path``: ``module:function``, or another name of it. ``items``: pairs to score; one, unless the form is a batch or
+    waits. ``timeout_s``: for one item, or a whole batch. ``positions``: unit of those that a step function returns,
+    empty if it returns numbers. ``function``: if no other process can import it. ``on_error``: score of an item without
+    an outcome; None for the scorer's. ``extra_names``: of the further numbers that each result holds beside its
+    ``score``."""
 
     path: str
     items: Sequence[tuple[Any, Any]]
@@ -386,15 +372,10 @@ class RewardCall(NamedTuple):
 
 
 class RewardOutcome(NamedTuple):
-    """Outcome of one item: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``.
-
-    Attributes:
-      value: the score, or the steps as pairs of a position and a value.
-      message: the error, in one line.
-      place: ``file:line`` of the function's own code, if known.
-      trace: the whole traceback, given once for each call.
-      extra_values: further numbers, in the order of ``RewardCall.extra_names``.
-    """
+    """Outcome of one item: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``. ``value``:
+    the score, or the steps as pairs of a position and a value. ``message``: the error, in one line; ``place``:
+    ``file:line`` of the function's own code, if known; ``trace``: the whole traceback, once for each call.
+    ``extra_values``: further numbers, in the order of ``RewardCall.extra_names``."""
 
     status: str
     value: Any = 0.0
@@ -445,10 +426,8 @@ def is_chat(problem: Problem) -> bool:
 
 
 def perform(function: Any, call: RewardCall, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> list[RewardOutcome]:
-    """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results.
-
-    In a batch None is NaN, and an invalid score or an exception in its place fails alone.
-    """
+    """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results. In a batch
+    None is NaN, and an invalid score or an exception in its place fails alone."""
     try:
         if call.form.waits and not call.form.batch:
             return run(call_concurrently(function, call))

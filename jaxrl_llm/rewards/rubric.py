@@ -5,8 +5,7 @@ steering the judge.
 
 A completion is data that a policy was trained to make: it may hold anything that raises its score. It stands between
 tags that carry a code made from the content itself, so that no completion can hold the code of its own tags; the
-verdict must repeat the code, so that one that was copied from the completion is none.
-"""
+verdict must repeat the code, so that one that was copied from the completion is none."""
 
 import dataclasses
 import json

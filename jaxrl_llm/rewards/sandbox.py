@@ -1,9 +1,7 @@
-"""Programs that a model wrote, run where they can reach nothing: no network, no files, no other processes.
-
-Three levels, of which the highest that the system allows is used: ``full`` (namespaces, Landlock, seccomp and limits),
+"""Programs that a model wrote, run where they can reach nothing: no network, no files, no other processes. Three
+levels, of which the highest that the system allows is used: ``full`` (namespaces, Landlock, seccomp and limits),
 ``landlock+seccomp`` (without namespaces, as in a container) and ``rlimits only``, which is no protection: programs are
-refused there unless ``unsafe``. None needs privileges. ``docs/security.md`` has what each stops.
-"""
+refused there unless ``unsafe``. None needs privileges. ``docs/security.md`` has what each stops."""
 
 import functools
 from typing import NamedTuple
@@ -19,14 +17,9 @@ REFUSED = (
 
 
 class Outcome(NamedTuple):
-    """End of a program.
-
-    Attributes:
-      status: ``ok``, exit code 0; ``error``, another one, a signal, or too many threads; ``timeout``; ``memory``;
-        ``output``, it wrote more than 4 MiB, or more files than allowed; ``refused``, it was not run.
-      stdout: what it printed, bytes that are no UTF-8 replaced.
-      stderr: its error output, or why it was refused.
-    """
+    """End of a program. ``status``: ``ok``, exit code 0; ``error``, another one, a signal, or too many threads;
+    ``timeout``; ``memory``; ``output``, it wrote over 4 MiB, or too many files; ``refused``, not run. ``stdout``: what
+    it printed, bytes that are no UTF-8 replaced. ``stderr``: its error output, or why it was refused."""
 
     status: str
     stdout: str
@@ -47,15 +40,10 @@ def level() -> str:
 def run_python(
     code: str, stdin: str = "", timeout_s: float = 2.0, memory_mb: int = 256, unsafe: bool = False
 ) -> Outcome:
-    """Run a Python program, with the standard library, in a fresh process that can reach nothing.
-
-    It may compute, start threads, and write plain files to a folder of its own that is emptied afterwards. It may use
-    ``timeout_s`` seconds, in which waiting for a processor does not count, and ``memory_mb`` MiB beyond the
-    interpreter's. Threads and processes may call this at once.
-
-    Raises:
-      SandboxError (``sandbox.client``): the sandbox failed twice, which is no fault of the program.
-    """
+    """Run a Python program, with the standard library, in a fresh process that can reach nothing. It may compute, start
+    threads, and write plain files to a folder of its own, emptied afterwards. It has ``timeout_s`` seconds, waits for a
+    processor not counted, and ``memory_mb`` MiB beyond the interpreter's. Threads and processes may call this at once.
+    SandboxError (``sandbox.client``): the sandbox failed twice, which is no fault of the program."""
     if not unsafe and level() == LEVELS[0]:
         return Outcome("refused", "", REFUSED)
     data = stdin.encode("utf-8", "surrogatepass")

@@ -1,8 +1,6 @@
-"""Scorer of completions with several rewards; calls that may hang or crash run in killable processes.
-
-References that no answer reaches, and reference programs that fail their own tests: each is tried, a sample before
-the first step, all behind it.
-"""
+"""Scorer of completions with several rewards; calls that may hang or crash run in killable processes. References that
+no answer reaches, and reference programs that fail their own tests: each is tried, a sample before the first step, all
+behind it."""
 
 import bisect
 import collections
@@ -51,16 +49,10 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Failures:
-    """Record of the completions that rewards failed to score.
-
-    Attributes:
-      errors: number that raised, or lost their process.
-      timeouts: number that ran past their deadline.
-      of: by reward, the number of completions it was called for, and of those that it failed to score.
-      messages: by reward that failed, its first failure, in one line: ``my_rewards.py:7: ZeroDivisionError: division by
-        zero``. The verifier's is included even without an ``Accuracy``, under the empty name.
-      trace: those messages with their tracebacks, where they have one.
-    """
+    """Record of the completions that rewards failed to score: ``errors`` raised or lost their process, ``timeouts`` ran
+    past their deadline. ``of``: by reward, the number it was called for, and of those that it failed. ``messages``: by
+    reward, its first failure in one line: ``my_rewards.py:7: ZeroDivisionError: division by zero``; the verifier's
+    under the empty name, even without an ``Accuracy``. ``trace``: those messages with their tracebacks, if any."""
 
     errors: int = 0
     timeouts: int = 0
@@ -104,14 +96,11 @@ class Scores:
 
     Attributes:
       reward: float64[n], the weighted sum of the parts that are rewards of whole completions; NaN where one of them is.
-      accuracy: float64[n], the verifier's score; 1 or more is correct, 0 where the verifier failed, NaN without a
-        verifier.
+      accuracy: float64[n], the verifier's score: 1 or more is correct, 0 where it failed, NaN without a verifier.
       parts: float64[n] for each reward by name, unweighted, and for watched rewards; for a step reward the mean over
         the steps. An ensemble of reward models also has ``<name>/disagreement``.
-      failures: record of the completions that could not be scored.
       failed: bool[n], whether a reward, the verifier or the environment failed.
-      steps: for each completion float32[t], the weighted sum of the step rewards at the tokens in which steps end, NaN
-        elsewhere; empty without step rewards.
+      steps: for each completion float32[t], the weighted sum of step rewards where steps end, else NaN; may be empty.
     """
 
     reward: np.ndarray
@@ -141,9 +130,7 @@ def merge_shares(shares: Sequence[Scores], count: int) -> Scores:
 
 def token_index(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> int:
     """Return the index of the token in which the first ``end`` characters (1 to all) of a completion are complete.
-
-    Bisects over its prefixes, decoded as the completion was: a character of several tokens appears with the last one.
-    """
+    Bisects over its prefixes, decoded as it was: a character of several tokens appears with the last one."""
     return bisect.bisect_left(
         range(1, len(tokens)), True, key=lambda count: text_of(tokenizer, tokens[:count]).startswith(text[:end])
     )
@@ -207,15 +194,10 @@ def with_environment(scores: Scores, items: Sequence[tuple[Any, Any]]) -> Scores
 
 
 class ScoringBatch(NamedTuple):
-    """Completions that are being scored.
-
-    Attributes:
-      rewards: that score them, by the names of their parts.
-      device_scores: scores by models on the device.
-      places: of the completions that each reward scores.
-      columns: float64[n] of the verifier and of each base of a reward, by name, filled as outcomes come.
-      jobs: the name and the places that each call fills, the call, and its outcomes to come.
-    """
+    """Completions that are being scored. ``rewards``: by the names of their parts; ``places``: the completions that
+    each scores. ``device_scores``: by models on the device. ``columns``: float64[n] of the verifier and of each base of
+    a reward, by name, filled as outcomes come. ``jobs``: the name and places that each call fills, the call, and its
+    outcomes to come."""
 
     items: Sequence[Item]
     rewards: dict[str, Any]
@@ -258,9 +240,7 @@ def check_references(
     problems: Iterable[Problem], pool: Pool, timeout_s: float, folder: Path | None, needed: bool
 ) -> tuple[list[str], Callable[..., None]]:
     """Try the references of the verifier ``math`` and keep the result in ``folder``; others are tried as they are read.
-
-    ``needed``: whether the run reads which answers are right; then most of the sample must reach their answer.
-    """
+    ``needed``: whether the run reads which answers are right; then most of the sample must reach their answer."""
     distinct = {(problem.extractor, problem.answer): problem for problem in problems if problem.verifier == "math"}
     tries = {}
     for key, problem in distinct.items():
@@ -306,10 +286,8 @@ def _try_references(
     path: Path | None,
 ) -> tuple[list[str], Callable[..., None]]:
     """Try a sample of references; return notes, and a function that tries the rest behind the run and gives its
-    argument further notes.
-
-    ``make_notes`` gets the unmet references, the number of those that were tried, and whether they are a sample.
-    """
+    argument further notes. ``make_notes`` gets the unmet references, the number of those that were tried, and whether
+    they are a sample."""
     by_digest = {codec.digest(key, 64): attempt for key, attempt in tries.items()}
     ordered = [by_digest[key] for key in sorted(by_digest)]
     digest = codec.digest("".join(sorted(by_digest)))
@@ -343,10 +321,8 @@ def _unmet_references(tries: Sequence[tuple[Problem, RewardCall]], pool: Pool) -
 
 
 def two_turn_episode(answer: Completion, tools: Sequence[str]) -> Completion:
-    """Return an episode of two turns that ends with this answer; the first turn calls one of the ``tools``, if any.
-
-    Its tokens are those of the answer three times: for each turn, and for the environment's words between them.
-    """
+    """Return an episode of two turns that ends with this answer; the first turn calls one of the ``tools``, if any. Its
+    tokens are those of the answer three times: for each turn, and for the environment's words between them."""
     size = len(answer.tokens)
     reply = {"role": "assistant", "content": answer.text}
     calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in tools[:1]]
@@ -370,27 +346,22 @@ VERIFIED = ""
 
 
 class Scorer(contextlib.AbstractContextManager):
-    """Rewards with their workers; close it, or use it in a ``with`` block.
+    """Rewards with their workers; close it, or use ``with``. InputError: a reward cannot work, or a number is out of
+    range.
 
     ``Function`` rewards and the verifiers ``math`` and ``reasoning_gym`` run in ``workers`` processes (None: as many as
-    this process has cores, up to 32), started when first needed, each completion for at most
-    ``timeout_s`` seconds. Functions that other processes cannot import run in this one. A part with a failed call is
-    ``on_error`` (NaN makes the completion unscorable), and its traceback goes to ``folder``. With ``peers`` each
-    process scores its share, in worker processes of its own, and all get the scores of all.
-
-    ``watched``: rewards by the names of their parts that do not count in the sum (``Gate``, costs of constraints). If
-    their call fails they are NaN, since a placeholder could look harmless. ``on_request``: others like these that
-    ``score`` skips.
+    this process has cores, up to 32), started when first needed, each completion for at most ``timeout_s`` seconds;
+    functions that other processes cannot import run in this one. A part with a failed call is ``on_error`` (NaN makes
+    the completion unscorable), and its traceback goes to ``folder``, the run's. With ``peers`` each process scores its
+    share in workers of its own, and all get all scores. ``watched``: rewards by the names of their parts that do not
+    count in the sum (``Gate``, costs of constraints); NaN if their call fails, since a placeholder could look harmless.
+    ``on_request``: others like these that ``score`` skips.
 
     Attributes:
-      folder: the run's; None for none.
-      tokenizer: that wrote the texts. Positions in characters become tokens by it: without it ``Scores.steps`` is
-        empty, which is enough without training.
+      tokenizer: that wrote the texts, to turn positions in characters into tokens; without it ``Scores.steps`` is
+        empty.
       models: functions, by reward, that return the scores of a ``ModelReward``, float64[n, m] by its m models, of a
         ``StepReward``, or of what asks a ``JudgeModel``: they see all completions on every process.
-
-    Raises:
-      InputError: a reward cannot work, or a number is out of range.
     """
 
     def __init__(
@@ -444,24 +415,16 @@ class Scorer(contextlib.AbstractContextManager):
         self._inside.close()
 
     def score(self, items: Sequence[Item], only: Collection[str] | None = None) -> Scores:
-        """Score each completion; the order is kept, and a failing call costs its own part only.
-
-        The reward of an episode's environment is the part ``environment``. An episode without a token, whose prompt was
-        too long, is wrong and worth 0, whatever a reward would make of no text.
-
-        ``only``: names of watched or requested parts; these, as far as they exist, and the accuracy alone are scored.
-
-        Raises:
-          InputError: a problem names an unknown extractor or verifier, or a sum of rewards is beyond ``LARGEST``.
-          RuntimeError: the worker processes do not start.
-        """
+        """Score each completion; the order is kept, and a failing call costs its own part only. The reward of an
+        episode's environment is the part ``environment``; an episode without a token (its prompt was too long) is wrong
+        and worth 0. ``only``: names of watched or requested parts; these, if they exist, and the accuracy alone are
+        scored. InputError: an unknown extractor or verifier, or a sum of rewards beyond ``LARGEST``. RuntimeError: the
+        workers do not start."""
         return self.begin(items, only)()
 
     def begin(self, items: Sequence[Item], only: Collection[str] | None = None) -> Callable[[], Scores]:
-        """Begin to score, as ``score`` does; return a function that waits for the scores.
-
-        Several may be open at one time; all processes must begin and wait in one order.
-        """
+        """Begin to score, as ``score`` does; return a function that waits for the scores. Several may be open at one
+        time; all processes must begin and wait in one order."""
         beside = {name: reward for name, reward in self._beside.items() if only is not None and name in only}
         rewards = self._rewards | self._watched if only is None else beside
         played = [place for place, (_, completion) in enumerate(items) if not completion.unplayed]
@@ -482,13 +445,9 @@ class Scorer(contextlib.AbstractContextManager):
         self, problems: Sequence[Problem], needed: bool = True, note: Callable[[str], None] | None = None
     ) -> list[str]:
         """Refuse problems with tests that cannot be run, and references that most answers cannot reach; return notes on
-        the sandbox and reference programs, and write the sandbox's level to the run's directory.
-
-        Args:
-          problems: all that will be asked.
-          needed: whether the run reads which answers are right.
-          note: gets the notes about references that are tried in the background; None tries only a sample.
-        """
+        the sandbox and reference programs, and write the sandbox's level to the run's directory. ``problems``: all that
+        will be asked. ``needed``: whether the run reads which answers are right. ``note``: gets the notes about
+        references that are tried in the background; None tries only a sample."""
         notes, try_rest = check_references(problems, self._pool, self._timeout_s, self.folder, needed)
         if note is not None and self._writes:
             try_rest(note)
@@ -518,15 +477,9 @@ class Scorer(contextlib.AbstractContextManager):
         self, problem: Problem, tokenizer: Any, tools: Sequence[str] | None = None, judges: bool = False
     ) -> None:
         """Call every function once, in each process, on an invented completion, so that one that always fails does so
-        early.
-
-        ``tools``: names of those of a task whose completions are episodes; None for one of single answers. ``judges``:
-        ask those on the devices instead, once they are there.
-
-        Raises:
-          InputError: a reward raises, runs out of time, or returns something other than a number; the message names the
-            place, and the file with the traceback.
-        """
+        early. ``tools``: names of those of a task whose completions are episodes; None for one of single answers.
+        ``judges``: ask those on the devices instead, once they are there. InputError: a reward raises, runs out of
+        time, or returns something other than a number; the message names the place, and the file with the traceback."""
         count = 1 if self._peers is None else self._peers.count
         called = self._rewards | self._beside
         chosen = asks_model if judges else lambda base: not on_device(base)

@@ -1,9 +1,7 @@
 """Runs of several processes: how a process finds the others, how they exchange values, and how they end together.
-
 Arrays travel by JAX's collectives. Host values (scores, signals, files) are small and go through the store of JAX's
 coordination service instead: exactly, without a program on any device, and without an order that devices must keep. The
-first process to fail gives the reason, all exit alike, and none hangs.
-"""
+first process to fail gives the reason, all exit alike, and none hangs."""
 
 import contextlib
 import dataclasses
@@ -22,8 +20,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.system.signals import on_exit, quit_now
 
 FOREVER_MS = 7 * 24 * 3600 * 1000
-"""The time limit in milliseconds of waits that end when the coordination service notices a dead process, not by the
-clock."""
+"""Milliseconds of waits that end when the coordination service notices a dead process, not by the clock."""
 AGAIN = "run the same command again, on fewer if need be, to resume"
 LOST = f"another process of this run died or cannot be reached: {AGAIN}"
 
@@ -46,10 +43,8 @@ class Distributed:
 
 
 def join_arguments(settings: Distributed, environment: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return the arguments of ``jax.distributed.initialize``; None for a run of this process alone.
-
-    ``environment`` is read after JAX's import, which marks a Cloud TPU there.
-    """
+    """Return the arguments of ``jax.distributed.initialize``; None for a run of this process alone. ``environment`` is
+    read after JAX's import, which marks a Cloud TPU there."""
     flags = {name: value for name, value in vars(settings).items() if name != "heartbeat_s" and value is not None}
     if settings.processes == 1:
         return None
@@ -94,14 +89,9 @@ def join_arguments(settings: Distributed, environment: Mapping[str, str]) -> dic
 
 
 class Shutdown:
-    """Owner of this process's exit, in agreement with the other processes of JAX's coordination service.
-
-    Its methods may be called by any process at any time, from any thread; ``close`` by all.
-
-    Args:
-      index: this process's number; 0 has the service.
-      client: of the service.
-    """
+    """Owner of this process's exit, in agreement with the other processes of JAX's coordination service. Its methods
+    may be called by any process at any time, from any thread; ``close`` by all. ``index``: this process's number; 0 has
+    the service. ``client``: of the service."""
 
     def __init__(self, index: int, client: Any):
         self._index = index
@@ -120,8 +110,7 @@ class Shutdown:
         dismiss_witness(self._witness)
 
     def lost(self, reason: str) -> None:
-        """End this process after its collectives have failed, with the reason of the process that ended first, if it
-        gave one."""
+        """End this process after its collectives failed, with the reason of the first to end, if it gave one."""
         self._watch.join(3.0 + self._service_s)  # a failing process reports its reason after its connections close
         with self._leaving:
             self._exit(1, f"{LOST} ({' '.join(reason.split())[:200]})")
@@ -152,8 +141,7 @@ class Shutdown:
             self._part(code, f"process {number} stopped: {line}")
 
     def _part(self, code: int, line: str) -> None:
-        """Exit once all processes have the reason; process 0 last, since the others are aborted when its service
-        ends."""
+        """Exit once all processes have the reason, process 0 last: the others are aborted when its service ends."""
         with contextlib.suppress(Exception):  # some are gone already
             self._client.wait_at_barrier("stopped", 5000)
         time.sleep(self._service_s)
@@ -182,15 +170,9 @@ class Disagreement(RuntimeError):
 
 
 class Peers:
-    """Owner of this process's connection to the others of its run; without a ``client`` it is alone.
-
-    All processes call every method in the same order.
-
-    Attributes:
-      index: this process's number.
-      count: of processes.
-      shutdown: ends this process together with the others; None for a process alone.
-    """
+    """Owner of this process's connection to the others of its run; without a ``client`` it is alone. All processes call
+    every method in the same order. ``index``: this process's number. ``count``: of processes. ``shutdown``: ends this
+    process together with the others; None for a process alone."""
 
     def __init__(self, index: int = 0, count: int = 1, client: Any = None):
         self.index = index

@@ -1,7 +1,5 @@
-"""The lock of a run in object storage: an object with its holder, which the holder renews as long as it lives.
-
-Each write names the version that it replaces, and the storage refuses it if there is another by now.
-"""
+"""The lock of a run in object storage: an object with its holder, which the holder renews as long as it lives. Each
+write names the version that it replaces, and the storage refuses it if there is another by now."""
 
 import contextlib
 import json
@@ -33,11 +31,7 @@ class Refused(Exception):
 
 
 def put(url: str, data: bytes, version: str | None) -> str:
-    """Write an object in place of this version, None for none; return its new version.
-
-    Raises:
-      Refused: there is another version.
-    """
+    """Write an object in place of this version, None for none; return its new one. Refused: there is another."""
     files = system(url)
     bucket, _, key = url.partition("://")[2].partition("/")
     try:
@@ -97,14 +91,9 @@ def lives(holder: dict[str, Any]) -> bool | None:
 
 
 class Lease:
-    """Owner of the lock of a run in object storage, renewed in a thread.
-
-    Args:
-      path: the run's mirror.
-      remedy: an alternative to waiting, for the message.
-      beat_s: seconds between two renewals.
-      lease_s: seconds without renewal after which a lock counts as left behind.
-    """
+    """Owner of the lock of a run in object storage, renewed in a thread. ``path``: the run's mirror. ``remedy``: an
+    alternative to waiting, for the message. ``beat_s``: seconds between renewals; ``lease_s``: without one until a lock
+    counts as left behind."""
 
     def __init__(self, path: Path, remedy: str, beat_s: float = BEAT_S, lease_s: float = LEASE_S):
         self._run = address(path)
@@ -119,12 +108,7 @@ class Lease:
         self._thread = threading.Thread(target=self._beat, daemon=True)
 
     def take(self) -> None:
-        """Lock the run; return once it is ours.
-
-        Raises:
-          InUse: another process has it, and lives.
-          InputError: the storage cannot be reached.
-        """
+        """Lock the run; return once it is ours. InUse: a living process has it. InputError: storage out of reach."""
         with reaching(self._run):
             watched = None
             while not self._ours(watched):
@@ -164,11 +148,7 @@ class Lease:
         return version
 
     def renew(self) -> None:
-        """Write the lock again.
-
-        Raises:
-          InputError: another process has taken it over; or the storage cannot be reached.
-        """
+        """Write the lock again. InputError: another process has taken it over; or the storage cannot be reached."""
         with self._one, reaching(self._run):
             if not self._lost:
                 self._me["beat"] += 1
@@ -209,11 +189,7 @@ class Lease:
 @contextlib.contextmanager
 def leased(path: Path, remedy: str) -> Generator[None]:
     """Lock the run at the address of a mirror while the block runs; a folder of a file system needs no such lock.
-
-    Raises:
-      InUse: another process has it.
-      InputError: the storage cannot be reached.
-    """
+    InUse: another process has it. InputError: the storage cannot be reached."""
     if not address(path):
         yield
         return
@@ -228,13 +204,8 @@ def leased(path: Path, remedy: str) -> Generator[None]:
 
 
 def before_commit(path: Path) -> None:
-    """Check that this process still has the run before it completes a checkpoint, and upload the run's other files.
-
-    Files that cannot be uploaded are left for the next time, with a warning.
-
-    Raises:
-      InputError: another process has taken the run over.
-    """
+    """Check that this process still has the run before it completes a checkpoint, and upload the run's other files, or
+    leave them for the next time, with a warning. InputError: another process has taken the run over."""
     if path in LEASES:
         LEASES[path].renew()
     try:

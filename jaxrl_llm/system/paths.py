@@ -45,8 +45,7 @@ class InUse(InputError):
 
 
 def cache_directory() -> Path:
-    """Return the folder of fetched models and compiled programs: ``JAXRL_LLM_CACHE``, or one in the user's cache
-    directory."""
+    """Return the folder of fetched models and compiled programs: ``JAXRL_LLM_CACHE``, or in the user's cache."""
     if configured := os.environ.get("JAXRL_LLM_CACHE"):
         return Path(configured).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "jaxrl_llm"
@@ -60,10 +59,7 @@ def part_of(path: Path) -> Path:
 @contextlib.contextmanager
 def writable(place: Path, flag: str) -> Generator[None]:
     """Turn an operating system error about writing to ``place`` into one line with the flag to change; not a full disk.
-
-    Raises:
-      InputError: the place is read-only, below a file, or belongs to another user.
-    """
+    InputError: the place is read-only, below a file, or belongs to another user."""
     try:
         yield
     except OSError as error:
@@ -76,13 +72,7 @@ def writable(place: Path, flag: str) -> Generator[None]:
 
 def local(name: str, field: str = "") -> str:
     """Return the name of an output after checking that it is local: as a path, ``gs://bucket/x`` would be the folder
-    ``gs:`` here.
-
-    ``field``: the field or flag that has this value.
-
-    Raises:
-      InputError: it is an address.
-    """
+    ``gs:`` here. ``field``: the field or flag that has this value. InputError: it is an address."""
     require(
         ADDRESS.match(name) is None,
         f"{field} {name} is an address, and this is written to a file system: give a local or mounted folder".strip(),
@@ -91,11 +81,8 @@ def local(name: str, field: str = "") -> str:
 
 
 def check_file(path: Path, flag: str) -> None:
-    """Refuse a path that cannot be written as a file, before anything is computed for it.
-
-    Raises:
-      InputError: it is a folder, or its folder does not exist.
-    """
+    """Refuse a path that cannot be written as a file, before anything is computed for it. InputError: it is a folder,
+    or its folder does not exist."""
     require(not path.is_dir(), f"{flag} {path} is a folder: give a file in it")
     require(path.parent.is_dir(), f"{flag} {path}: there is no folder {path.parent}; make it first")
 
@@ -108,11 +95,9 @@ def relative_path(path: Path) -> str:
 
 @contextlib.contextmanager
 def new_file(target: Path) -> Generator[Path]:
-    """Yield a temporary file next to ``target`` that replaces it if the block succeeds, and is removed otherwise.
-
-    The folder may belong to another person: an existing file with the temporary name, left by a killed process or a
-    link to somewhere else, is removed and never written through.
-    """
+    """Yield a temporary file next to ``target`` that replaces it if the block succeeds, and is removed otherwise. Its
+    name may exist, left by a killed process, or as another person's link to elsewhere: it is removed, never written
+    through."""
     part = target.with_name(f".{target.name}.part")
     try:
         with on_exit(lambda *reason: part.unlink(missing_ok=True)):
@@ -125,11 +110,8 @@ def new_file(target: Path) -> Generator[Path]:
 
 
 def open_nofollow(path: Path, mode: str = "ab", encoding: str | None = None) -> Any:
-    """Open a file of a run's directory for writing: to append, unless ``mode`` says otherwise.
-
-    Raises:
-      InputError: the path is a symbolic link, which may lead to any file.
-    """
+    """Open a file of a run's directory for writing: to append, unless ``mode`` says otherwise. InputError: the path is
+    a symbolic link, which may lead to any file."""
     try:
         return open(
             path, mode, encoding=encoding, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
@@ -141,18 +123,10 @@ def open_nofollow(path: Path, mode: str = "ab", encoding: str | None = None) -> 
 
 @contextlib.contextmanager
 def alone(directory: Path, remedy: str) -> Generator[Path]:
-    """Lock a folder for this process; the kernel releases the lock when the process ends, in any way.
-
-    The file ``lock``, which is yielded, names the holder and is removed at the end. On a file system without locks the
-    folder is not locked, and a warning is printed.
-
-    Args:
-      directory: exists.
-      remedy: an alternative to waiting, for the message.
-
-    Raises:
-      InUse: another process holds it; the line names that process.
-    """
+    """Lock a folder, which exists, for this process; the kernel releases the lock when it ends, in any way. The file
+    ``lock``, which is yielded, names the holder and is removed at the end. Where a file system has no locks there is a
+    warning instead. ``remedy``: an alternative to waiting, for the message. InUse: another process, named in the line,
+    has it."""
     path = directory / LOCK
     while True:
         file = open_nofollow(path, "a+")
@@ -222,8 +196,7 @@ def hint_accelerator(root: Path = Path("/")) -> None:
 
 
 def config_folder() -> Path:
-    """Return the folder of the shipped configurations: next to the package in a source tree, inside it once
-    installed."""
+    """Return the folder of the shipped configurations: beside the package in a source tree, else inside it."""
     tree = Path(__file__).resolve().parents[2]
     if (tree / "pyproject.toml").is_file() and (tree / "configs").is_dir():
         return tree / "configs"

@@ -6,8 +6,7 @@ A field's annotation says which values it may have, and how they may change::
     row_tokens: Annotated[int, Count(0), FREE] = 0
     b1: Annotated[float, Range("[0, 1)")] = 0.9
 
-``check`` refuses, and ``notes`` reports, what depends on other settings.
-"""
+``check`` refuses, and ``notes`` reports, what depends on other settings."""
 
 import dataclasses
 import enum
@@ -38,13 +37,9 @@ FREE, RECORDED, FIXED, PATH, MODEL = Mark
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """The interval of a number; None is always allowed.
-
-    Attributes:
-      interval: in mathematical notation, such as "[0, 1)"; an included bound of inf excludes nothing.
-      note: a meaning of the lower bound, in parentheses behind it.
-      words: describe the bounds in a refusal; empty for words made from the interval.
-    """
+    """The ``interval`` of a number, such as "[0, 1)"; None is always allowed, and an included bound of inf excludes
+    nothing. ``note``: a meaning of the lower bound, in parentheses behind it. ``words``: describe the bounds in a
+    refusal; if empty they are made from the interval."""
 
     interval: str
     note: str = ""
@@ -92,15 +87,9 @@ class Setting:
     """Fields with settings that are checked before those of the other fields."""
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse values that the annotations cannot exclude.
-
-        Args:
-          run: the whole configuration, resolved.
-          where: the dotted name of this setting with a final dot, the prefix of its fields; empty for the run itself.
-
-        Raises:
-          InputError: names field, value and remedy.
-        """
+        """Refuse values that the annotations cannot exclude. InputError: names field, value and remedy. ``run``: the
+        whole configuration, resolved. ``where``: dotted name of this setting with a final dot; empty for the run
+        itself."""
 
     def notes(self, run: Any) -> list[str]:
         """Return notes on values that have no effect in this run, or an unexpected one, one line each."""
@@ -114,8 +103,7 @@ def is_ours(kind: type) -> bool:
 
 @functools.cache
 def annotations(kind: type) -> dict[str, tuple[Any, tuple[Any, ...]]]:
-    """Return the type and the marks of each field of a class of this package, or of the nearest such base of another
-    class."""
+    """Return the type and marks of each field of a class of this package, or of the nearest such base of another."""
     ours = next(filter(is_ours, kind.__mro__), None)
     types_alone = {} if ours is None else typing.get_type_hints(ours)
     hints = {} if ours is None else typing.get_type_hints(ours, include_extras=True)
@@ -132,11 +120,7 @@ def settings_in(value: Setting, where: str = "") -> Iterator[tuple[Setting, str]
 
 
 def check_fields(value: Any, where: str = "", kinds: tuple[type, ...] = (Range, Choice)) -> None:
-    """Refuse field values outside their bounds.
-
-    Raises:
-      InputError: names field, value and bounds.
-    """
+    """Refuse field values outside their bounds. InputError: names field, value and bounds."""
     for name, (_, marks) in annotations(type(value)).items():
         for mark in marks:
             if isinstance(mark, kinds):
@@ -145,11 +129,7 @@ def check_fields(value: Any, where: str = "", kinds: tuple[type, ...] = (Range, 
 
 def check_settings(run: Setting) -> None:
     """Refuse settings that cannot work: check counts, then each setting's fields and its ``check``, and the run's own
-    last.
-
-    Raises:
-      InputError: names field, value and remedy.
-    """
+    last. InputError: names field, value and remedy."""
     root, *parts = settings_in(run)
     for setting, where in (root, *parts):
         check_fields(setting, where, (Count,))
@@ -191,10 +171,8 @@ def has_default(field: dataclasses.Field) -> bool:
 
 
 def differing(value: Any, usual: Any, where: str = "") -> list[str]:
-    """List the dotted names at which a value differs from the usual one.
-
-    A value of another class is named ``X.type``, and its fields are compared with the defaults of that class.
-    """
+    """List the dotted names at which a value differs from the usual one. A value of another class is named ``X.type``,
+    and its fields are compared with the defaults of that class."""
     if isinstance(value, (tuple, list)) and any(map(dataclasses.is_dataclass, value)):
         usual_items = usual if isinstance(usual, (tuple, list)) else ()
         pairs = itertools.zip_longest(value, usual_items[: len(value)])
@@ -214,8 +192,7 @@ def differing(value: Any, usual: Any, where: str = "") -> list[str]:
 
 
 def with_parts(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return the value with ``change`` applied to every dataclass in it, innermost first; unchanged parts are
-    shared."""
+    """Return the value with ``change`` applied to every dataclass in it, innermost first, unchanged parts shared."""
     if isinstance(value, (tuple, list)):
         items = [with_parts(item, change) for item in value]
         same = all(new is old for new, old in zip(items, value, strict=True))

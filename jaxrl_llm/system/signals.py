@@ -1,8 +1,6 @@
-"""Signals, child processes and lost readers.
-
-Ctrl-C, SIGTERM and a lost terminal are handled at once: a command quits with one line, a training stops after its step.
-Child processes leave that to their parent. A closed output ends no command.
-"""
+"""Signals, child processes and lost readers. Ctrl-C, SIGTERM and a lost terminal are handled at once: a command quits
+with one line, a training stops after its step. Child processes leave that to their parent. A closed output ends no
+command."""
 
 import contextlib
 import errno
@@ -40,11 +38,9 @@ _beginning = threading.Lock()
 
 
 def listen() -> None:
-    """Handle signals from now on until the process ends; called once, by a command that owns its process.
-
-    Python runs handlers between two instructions of the main thread, which may be minutes away while XLA compiles. The
-    number of a signal is therefore written to a pipe as it arrives, and a thread that reads it answers.
-    """
+    """Handle signals until the process ends; called once, by a command that owns its process. Python runs handlers
+    between two instructions of the main thread, which may be minutes away while XLA compiles: the number of a signal is
+    therefore written to a pipe as it arrives, and a thread that reads it answers."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     _answers.append(lambda number: quit_now(128 + number, "interrupted"))
@@ -55,14 +51,12 @@ def listen() -> None:
 
 
 def wanted() -> list[signal.Signals]:
-    """Return the signals to handle; not SIGHUP if it is ignored, since a program under ``nohup`` outlives its
-    terminal."""
+    """Return the signals to handle; not SIGHUP if ignored: a program under ``nohup`` outlives its terminal."""
     return [number for number in SIGNALS if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN]
 
 
 def _heard(number: int, frame: Any) -> None:
-    """Do nothing: the thread handles the signal, but Python only writes its number to the pipe if there is a
-    handler."""
+    """Do nothing: a thread handles the signal, but without a handler Python writes no number to the pipe."""
 
 
 def _answer(reading: int) -> None:
@@ -85,10 +79,8 @@ def answering(answer: Answer) -> Generator[None]:
 @contextlib.contextmanager
 def on_exit(call: ExitCall) -> Generator[None]:
     """Call ``call(code, line)`` if the process quits within the block, since the end of the block is not reached then.
-
     It runs in another thread, so it must not wait for anything that the block may hold. Once the last of these calls
-    has run, no block begins: its thread waits for the end of the process.
-    """
+    has run, no block begins: its thread waits for the end of the process."""
     with _beginning:
         _exit_calls.append(call)
     try:
@@ -100,8 +92,7 @@ def on_exit(call: ExitCall) -> Generator[None]:
 
 
 def quit_now(code: int, line: str) -> NoReturn:
-    """End the process at once, from any thread, with one line; the calls of ``on_exit`` run first, the innermost one
-    first."""
+    """End the process at once, from any thread, with one line, after the calls of ``on_exit``, innermost first."""
     while _exit_calls or not _last_has_run():
         with contextlib.suppress(Exception):  # the next one may still succeed
             _exit_calls.pop()(code, line)
@@ -126,26 +117,21 @@ def _last_has_run() -> bool:
 
 
 def let_go(output: int) -> None:
-    """Discard further output to a file descriptor, as of a closed reader: Python would complain again when it closes
-    the file."""
+    """Discard further output to a file descriptor of a closed reader: else Python complains when it closes the file."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, output)
     os.close(nowhere)
 
 
 def while_read(file: TextIO) -> TextIO:
-    """Return an output like ``file`` that drops what is written once its reader is gone, and logs that.
-
-    A run continues without a reader of its progress.
-    """
+    """Return an output like ``file`` that drops what is written once its reader is gone, and logs that."""
     return io.TextIOWrapper(
         _WhileRead(file.fileno(), "w", closefd=False), file.encoding, file.errors, line_buffering=True
     )
 
 
 class _WhileRead(io.FileIO):
-    """The bytes of that output. Child processes started after the reader has gone inherit an output that drops them,
-    too."""
+    """The bytes of that output; child processes started after the reader has gone inherit one that drops them too."""
 
     _untold = False
 
@@ -168,19 +154,10 @@ class _WhileRead(io.FileIO):
 
 
 class Preemption:
-    """A handler of signals: within the block the first asks to stop after the current step, and the second quits.
-
-    Repeated SIGHUPs of one lost terminal, from the shell and the kernel, count once.
-
-    Each of several processes gets its own signals only: they exchange them between steps.
-
-    Args:
-      say: called in another thread with a line at the first signal.
-      grace_s: seconds from the first signal until whoever sent it may kill the process. Half of them are for saving.
-
-    Attributes:
-      asked: whether there was a signal.
-    """
+    """A handler of signals: within the block the first asks to stop after the current step (``asked``), and the second
+    quits. Repeated SIGHUPs of one lost terminal, from the shell and the kernel, count once. Each of several processes
+    gets its own signals only: they exchange them between steps. ``say``: called in another thread with a line at the
+    first signal. ``grace_s``: seconds from then until the sender may kill the process; half of them are for saving."""
 
     def __init__(self, say: Callable[[str], None], grace_s: float = math.inf):
         self._say = say
@@ -229,15 +206,13 @@ _PROGRAM = (
 
 
 def interpreter(module: str, *arguments: str) -> list[str]:
-    """Return the command of another interpreter with this one's module path; its exit code is what ``main`` of the
-    module returns for these arguments."""
+    """Return the command of another interpreter with our module path; it exits with what ``main`` there returns."""
     return [sys.executable, "-c", _PROGRAM, json.dumps([str(folder) for folder in sys.path]), module, *arguments]
 
 
 @contextlib.contextmanager
 def child(command: Sequence[str], **options: Any) -> Generator[subprocess.Popen]:
-    """Start a process that gets no Ctrl-C and ends with the block or with this process; ``options`` are those of
-    Popen."""
+    """Start a process that gets no Ctrl-C and ends with the block or this process; ``options`` are those of Popen."""
     starting = threading.Lock()
     started: list[subprocess.Popen] = []
 

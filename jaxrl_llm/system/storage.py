@@ -3,8 +3,7 @@
 Each address has a mirror, a folder in the cache directory whose path tells the address, so all other modules work with
 folders. The files of a run or model are copied to its mirror before they are read (``folder``), and a run that trains
 uploads its own at each checkpoint (``push``). Checkpoints stay in the storage, and are complete once they have a
-marker: Orbax writes those of ``gs://`` directly, those of ``s3://`` are written to the mirror and uploaded.
-"""
+marker: Orbax writes those of ``gs://`` directly, those of ``s3://`` are written to the mirror and uploaded."""
 
 import contextlib
 import fcntl
@@ -53,13 +52,9 @@ _compared: dict[Path, float] = {}
 
 
 def split(name: str, field: str = "") -> tuple[str, str] | None:
-    """Split an address into the scheme and the rest, without a slash at its end; None for the path of a file system.
-
-    ``field``: the field or flag that has this value.
-
-    Raises:
-      InputError: it is an address of another kind, or names no folder of a bucket.
-    """
+    """Split an address into the scheme and the rest, without a final slash; None for the path of a file system.
+    ``field``: the field or flag with this value. InputError: an address of another kind, or without a folder of a
+    bucket."""
     if ADDRESS.match(name) is None:
         return None
     scheme, _, rest = name.partition("://")
@@ -84,10 +79,7 @@ def mirror(name: str, field: str = "") -> Path:
 
 def folder(name: str) -> Path:
     """Return the folder (or ``.gguf`` file) of a name; that of an address is its mirror, with the present files.
-
-    Raises:
-      InputError: the storage cannot be reached; or its package is not installed.
-    """
+    InputError: the storage cannot be reached; or its package is not installed."""
     return refreshed(mirror(name))
 
 
@@ -137,11 +129,8 @@ def written_directly(path: Path) -> bool:
 
 
 def system(url: str) -> Any:
-    """Return fsspec's file system of an address; it caches no listings, as other programs write there too.
-
-    Raises:
-      InputError: its package is not installed.
-    """
+    """Return fsspec's file system of an address; it caches no listings, as other programs write there too. InputError:
+    its package is not installed."""
     scheme = url.partition("://")[0]
     module, extra = SCHEMES[scheme]
     # Else gcsfs asks another service for the kind of each bucket, which needs a right of its own.
@@ -160,11 +149,8 @@ def system(url: str) -> Any:
 
 @contextlib.contextmanager
 def reaching(url: str) -> Generator[None]:
-    """Turn the errors of a storage's package into one line with the remedy.
-
-    Raises:
-      InputError: no such bucket, no right to use it, or no connection.
-    """
+    """Turn the errors of a storage's package into one line with the remedy. InputError: no such bucket, no right to use
+    it, or no connection."""
     try:
         yield
     except InputError:
@@ -183,10 +169,8 @@ def reaching(url: str) -> Generator[None]:
 
 @contextlib.contextmanager
 def _index(path: Path) -> Generator[dict[str, list[Any]]]:
-    """Lock a mirror against other readers and writers of its files, and yield the record of these, to be changed.
-
-    For each file, by name: the storage's mark of its version, its size, and its time in nanoseconds.
-    """
+    """Lock a mirror against other readers and writers of its files, and yield the record of these, to be changed. For
+    each file, by name: the storage's mark of its version, its size, and its time in nanoseconds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.index"), "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -213,12 +197,7 @@ def _in_training(path: Path) -> bool:
 
 def fetch(path: Path) -> None:
     """Make a mirror equal to its address: its own files and its code are copied, other folders below it are not.
-
-    Without a run or model there, the mirror is removed.
-
-    Raises:
-      InputError: the storage cannot be reached.
-    """
+    Without a run or model there, the mirror is removed. InputError: the storage cannot be reached."""
     url = address(path)
     files = system(url)
     with reaching(url), _index(path) as index:
@@ -260,8 +239,7 @@ def _clear(path: Path) -> None:
 
 
 def _listing(files: Any, url: str) -> dict[str, str]:
-    """Return the versions of the files at an address, and in its code, by name; {} if it holds neither a run nor a
-    model."""
+    """Return the versions of the files at an address, and in its code, by name; {} without a run or model there."""
     try:
         entries = files.ls(url, detail=True)
     except FileNotFoundError:
@@ -289,11 +267,7 @@ def _state(local: Path) -> list[int]:
 
 def push(path: Path) -> None:
     """Make an address equal to the mirror, whose run trains here: files that are new, changed or gone since the last
-    time, also in folders below, but for those of steps.
-
-    Raises:
-      InputError: the storage cannot be reached.
-    """
+    time, also in folders below, but for those of steps. InputError: the storage cannot be reached."""
     url = address(path)
     files = system(url)
     with reaching(url), _index(path) as index:

@@ -14,10 +14,7 @@ def harmless(text: str) -> str:
 
 
 def abridge(text: str, limit: int, mark: str = ELLIPSIS) -> str:
-    """Shorten ``text`` to one line of at most ``limit`` columns, cut in the middle, since answers come last.
-
-    ``mark`` replaces the omitted part.
-    """
+    """Cut ``text`` to a line of at most ``limit`` columns, ``mark`` in its middle, since answers come last."""
     text = harmless(text)
     if cell_len(text) <= limit:
         return text

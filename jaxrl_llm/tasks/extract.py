@@ -34,18 +34,16 @@ def extract(text: str, extractor: str) -> str | None:
     minus sign directly before it counts unless it subtracts (``"7-3"`` -> ``"3"``), and so does a power of ten after it
     (``"2 \times 10^3"`` -> ``"2e3"``). ``boxed``: the content of the last complete ``\boxed{...}`` or ``\fbox{...}``
     that is not empty, or ``\boxed 5``; of several side by side on a line, all (``"2, 3"``). Both read full-width
-    characters (``normalise``). ``tag:NAME``: the content of the last complete ``<NAME>...</NAME>``. ``after:TAG``:
-    the text after the last TAG, such as ``after:</think>``; ``after:think`` means the same. A text without the TAG has
-    no answer: a model that begins to think and is cut off has not answered. ``whole``: the text. These three keep the
-    text as written, apart from surrounding white space, since a verifier may count its characters.
+    characters (``normalise``). ``tag:NAME``: the content of the last complete ``<NAME>...</NAME>``. ``after:TAG``: the
+    text after the last TAG, such as ``after:</think>``; ``after:think`` means the same. A text without the TAG has no
+    answer: a model that begins to think and is cut off has not answered. ``whole``: the text. These three keep the text
+    as written, apart from surrounding white space, since a verifier may count its characters. InputError: the extractor
+    is unknown.
 
     >>> extract("7 - 10 = -3.", "last_number")
     '-3'
     >>> extract("3, or 4?</think>It is 4.", "after:</think>")
     'It is 4.'
-
-    Raises:
-      InputError: the extractor is unknown.
     """
     if extractor == "last_number":
         return _last_number(_without_thousands(text))
@@ -123,8 +121,7 @@ def same_number(value: Decimal, reference: Decimal) -> bool:
 
 
 def too_large(text: str) -> bool:
-    """Whether a text has a power of a power of numbers, or an exponent of seven digits: to write such a number out
-    takes minutes and gigabytes.
+    """Whether a text has a power of a power of numbers, or a seven-digit exponent: to write it out takes gigabytes.
 
     >>> too_large("10^{10^{10}}"), too_large("9**9**9"), too_large("2^{1000}"), too_large("(x^2)^3")
     (True, True, False, False)
@@ -134,11 +131,8 @@ def too_large(text: str) -> bool:
 
 def normalise(text: str) -> str:
     """Return the text in the characters that answers are compared in: full-width, half-width and mathematical letters,
-    digits and signs become plain ones, and so does the minus sign. Characters that this would turn into another number
-    stay.
-
-    It is NFKC without superscripts, subscripts, fractions and squared units. Code that counts characters must not use
-    it.
+    digits and signs, and the minus sign, become plain ones, unless that makes another number. It is NFKC without
+    superscripts, subscripts, fractions and squared units; code that counts characters must not use it.
 
     >>> normalise("－１，２３４．５ m²")
     '-1,234.5 m²'
@@ -188,10 +182,8 @@ def parse_number(text: str) -> Decimal | None:
 
 
 def integer(text: str) -> int | None:
-    """Parse a text that is an integer as a whole (``"3.0"``, ``"1,000"``, ``"+3"``); None if it is not.
-
-    Numbers of more than 1000 digits give None: a model may write 1e999999999.
-    """
+    """Parse a text that is an integer as a whole (``"3.0"``, ``"1,000"``, ``"+3"``); None if it is not. Numbers of more
+    than 1000 digits give None: a model may write 1e999999999."""
     value = parse_number(text)
     if value is None or value.adjusted() >= _INTEGER_DIGITS:
         return None

@@ -1,7 +1,5 @@
-"""Generated programming problems with tests and reference solutions.
-
-A template stands for several problems: ``{a}``, ``{b}`` in its texts are constants.
-"""
+"""Generated programming problems with tests and reference solutions. A template stands for several problems: ``{a}``,
+``{b}`` in its texts are constants."""
 
 import dataclasses
 import itertools
@@ -16,15 +14,11 @@ from jaxrl_llm.types import Problem
 
 
 class Template(NamedTuple):
-    """Problems that differ in their constants alone.
-
-    Attributes:
-      level: 1, an expression; 2, one pass over a list, a text or a number; 3, an algorithm.
-      parameters: of the function, each with the kind of its values (see ``programs.VALUES``).
-      returns: the end of the sentence "Write a function that returns ...".
-      body: of the reference solution.
-      constants: the values of each constant, by its name in the texts; names in a tuple are set together.
-    """
+    """Problems that differ in their constants alone. ``level``: 1, an expression; 2, one pass over a list, a text or a
+    number; 3, an algorithm. ``parameters``: of the function, each with the kind of its values (see
+    ``programs.VALUES``). ``returns``: the end of the sentence "Write a function that returns ...". ``body``: of the
+    reference solution. ``constants``: the values of each constant, by its name in the texts; names in a tuple are set
+    together."""
 
     level: int
     parameters: dict[str, str]
@@ -279,11 +273,9 @@ class Programs:
 def choose_tests(
     inputs: list[tuple[Any, ...]], solution: Callable[..., Any], rivals: list[Callable[..., Any]], most: int
 ) -> list[tuple[tuple[Any, ...], str]]:
-    """Return so many different inputs with their results, as Python text, that every other solution fails on one.
-
-    Each input is the one that most of the remaining solutions fail on, the first of equal ones; a solution that always
-    returns the first result counts as one of them.
-    """
+    """Return so many different inputs with their results, as Python text, that every other solution fails on one. Each
+    input is the one that most of the remaining solutions fail on, the first of equal ones; a solution that always
+    returns the first result counts as one of them."""
     inputs = list({repr(arguments): arguments for arguments in inputs}.values())
     expected = [repr(solution(*copy_arguments(arguments))) for arguments in inputs]
     wrong = [[repr(other(*copy_arguments(arguments))) for arguments in inputs] for other in rivals]

@@ -43,12 +43,10 @@ def clean_row(where: str, row: Any) -> tuple[str, dict[str, Any]]:
 
 
 def clean_value(value: Any, depth: int = 0) -> Any:
-    """Return a field's value in the form that it has by every way, as values of JSON where it can be.
-
-    Arrow fills in nulls where records of a list differ: names in records that hold None, or a number that is none
-    (NaN), are left out. A number of another precision is the decimal that was written, so a float32 0.1 is 0.1. Bytes
-    of UTF-8 are text, and arrays and tuples lists. Other values stay.
-    """
+    """Return a field's value in the form that it has by every way, as values of JSON where it can be. Arrow fills in
+    nulls where records of a list differ: names in records that hold None, or a number that is none (NaN), are left out.
+    A number of another precision is the decimal that was written, so a float32 0.1 is 0.1. Bytes of UTF-8 are text, and
+    arrays and tuples lists. Other values stay."""
     if depth > 200:
         raise RecursionError
     if isinstance(value, dict):

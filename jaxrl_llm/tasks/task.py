@@ -1,6 +1,5 @@
 """Tasks: the sources of problems and of rows to learn (generators, a table on disk, a data set of the hub, rows in
-memory), the check of the answers, and the part held out for evaluation.
-"""
+memory), the check of the answers, and the part held out for evaluation."""
 
 import contextlib
 import dataclasses
@@ -47,11 +46,8 @@ class ReasoningGym:
         return self.name
 
     def problems(self) -> Iterator[Problem]:
-        """Yield the problems; the data set's own ``score_answer`` reads ``metadata["entry"]``.
-
-        Raises:
-          InputError: the data set or option is unknown, or the data set refuses an option's value.
-        """
+        """Yield the problems; the data set's own ``score_answer`` reads ``metadata["entry"]``. InputError: the data set
+        or option is unknown, or the data set refuses an option's value."""
         for entry in gym.entries(self._wanted):
             prompt = ({"role": "user", "content": entry["question"]},)
             answer = "" if entry["answer"] is None else str(entry["answer"])
@@ -78,9 +74,7 @@ class RowSource:
 
     def problems(self: Any, answers: bool = True) -> Iterator[Problem]:
         """Yield the problems; ``metadata`` holds the row's fields without the prompt's, and ``row``, its place.
-
-        ``answers``: whether each must have one; else the answer of a row without one is empty.
-        """
+        ``answers``: whether each must have one; else the answer of a row without one is empty."""
         for where, row in itertools.starmap(clean_row, self.read()):
             prompt_value = required(row, self.prompt_field, where, "prompt")
             prompt = messages_of(prompt_value, where)
@@ -132,11 +126,8 @@ class Table(RowSource):
         return Path(self.path).stem
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Yield the rows, each after its place: ``path:line`` or ``path:row``, counted from 1.
-
-        Raises:
-          InputError: the file is missing, its suffix is unknown, or it is not what the suffix says.
-        """
+        """Yield the rows, each after its place: ``path:line`` or ``path:row``, counted from 1. InputError: the file is
+        missing, its suffix is unknown, or it is not what the suffix says."""
         return read_table(Path(self.path))
 
 
@@ -167,11 +158,8 @@ class HubDataset(RowSource):
         return Path(self.name).name
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Yield the rows, each after its place: ``name:index``, counted from 0.
-
-        Raises:
-          InputError: the data set cannot be loaded (name, subset, split, network).
-        """
+        """Yield the rows, each after its place: ``name:index``, counted from 0. InputError: the data set cannot be
+        loaded (name, subset, split, network)."""
         import datasets
 
         try:
@@ -191,14 +179,8 @@ MISSING = "missing: "
 
 
 class InMemory:
-    """Rows held in memory: a list of dictionaries, or a ``datasets.Dataset``, which is not copied.
-
-    Args:
-      rows: the rows, or the output of ``to_save``.
-
-    Raises:
-      InputError: ``rows`` is not a table of rows.
-    """
+    """Rows held in memory: a list of dictionaries, a ``datasets.Dataset``, which is not copied, or the output of
+    ``to_save``. InputError: ``rows`` is not a table of rows."""
 
     def __init__(self, rows):  # without an annotation: what has one becomes a flag of the command line
         self._missing = rows if isinstance(rows, str) and rows.startswith(MISSING) else ""
@@ -273,11 +255,8 @@ class Rows(RowSource):
             object.__setattr__(self, "rows", InMemory(self.rows))
 
     def read(self) -> Iterator[tuple[str, Any]]:
-        """Yield the rows, each after its place: ``rows[index]``, counted from 0.
-
-        Raises:
-          InputError: the rows are not in memory.
-        """
+        """Yield the rows, each after its place: ``rows[index]``, counted from 0. InputError: the rows are not in
+        memory."""
         return ((f"rows[{index}]", row) for index, row in enumerate(self.rows))
 
 
@@ -360,14 +339,10 @@ def as_path(function: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Loaded(Generic[Item]):
-    """A task's problems, or the rows of data: each occurs once, and each prompt in one of the two parts.
-
-    Attributes:
-      train: in the source's order.
-      held_out: in the order of the hashes of their prompts, so that the first n are a fair sample.
-      notes: a line for each reason for which some were dropped or changed, with counts.
-      left_out: the note about rows that were dropped or truncated; empty without such rows.
-    """
+    """A task's problems, or the rows of data: each occurs once, and each prompt in one of the two parts. ``train``: in
+    the source's order; ``held_out``: in the order of the hashes of their prompts, so that the first n are a fair
+    sample. ``notes``: a line for each reason for which some were dropped or changed, with counts; ``left_out``: the
+    note about rows that were dropped or truncated, or empty."""
 
     train: tuple[Item, ...]
     held_out: tuple[Item, ...]
@@ -376,12 +351,8 @@ class Loaded(Generic[Item]):
 
 
 def check(task: Task) -> None:
-    """Refuse a task that cannot work, before anything is loaded.
-
-    Raises:
-      InputError: unknown extractor, verifier or template, two that do not fit, a holdout outside [0, 1), a bad date, a
-        ``keep`` that does not name a function.
-    """
+    """Refuse a task that cannot work, before anything is loaded. InputError: unknown extractor, verifier or template,
+    two that do not fit, a holdout outside [0, 1), a bad date, a ``keep`` that does not name a function."""
     if task.extractor not in EXTRACTORS:
         extract("", task.extractor)
     require(task.verifier in VERIFIERS, f"verifier {task.verifier!r} is unknown; choose one of {', '.join(VERIFIERS)}")
@@ -414,13 +385,9 @@ def check_split(holdout: float, date: str | None) -> None:
 
 
 def load(task: Task, answers: bool = True) -> Loaded[Problem]:
-    """Load, filter, merge duplicates, then split by a hash of the prompt; equal on every machine.
-
-    ``answers``: whether reference answers are needed. If they are not, and no problem has one, nothing is verified.
-
-    Raises:
-      InputError: ``check`` or the source refuses the task, or no problem is left to train on.
-    """
+    """Load, filter, merge duplicates, then split by a hash of the prompt; equal on every machine. ``answers``: whether
+    reference answers are needed. If they are not, and no problem has one, nothing is verified. InputError: ``check`` or
+    the source refuses the task, or no problem is left to train on."""
     check(task)
     notes: list[str] = []
     read = _read_problems(task, answers)
@@ -549,9 +516,7 @@ def _reaches_itself(problem: Problem) -> bool:
 
 def note_unreachable(unmet: Sequence[Problem], count: int, needed: bool) -> list[str]:
     """Return the note about references that no answer reaches, not even the reference itself as it is extracted.
-
-    ``count``: tried problems. If the run needs right answers (``needed``), most references must be reached.
-    """
+    ``count``: tried problems. If the run needs right answers (``needed``), most references must be reached."""
     if not unmet:
         return []
     first = unmet[0]

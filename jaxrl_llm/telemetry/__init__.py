@@ -11,12 +11,8 @@ __getattr__ = attach("jaxrl_llm", {"Finding": "diagnosis", "diagnose": "diagnosi
 
 @dataclasses.dataclass(frozen=True)
 class Verbosity:
-    """The amount of output during a run and its receiver, as set by ``--quiet`` and ``--json``.
-
-    Attributes:
-      quiet: only warnings during the run, and the result at the end.
-      rows: called with each row as metrics.jsonl holds it, once it is written there; None for nobody.
-    """
+    """Output during a run, as set by ``--quiet`` and ``--json``. ``quiet``: only warnings, and the result at the end.
+    ``rows``: called with each row as metrics.jsonl holds it, once it is written there; None for nobody."""
 
     quiet: bool = False
     rows: Callable[[dict[str, Any]], None] | None = None

@@ -40,16 +40,10 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The steps at which a run evaluates, saves and ends, regardless of interruptions.
-
-    Rollbacks use only the checkpoints of these steps, and no other checkpoint is kept for long.
-
-    Attributes:
-      steps: number of the last step.
-      evaluate_every: steps between evaluations; 0 evaluates after the last one only.
-      save_every: steps between checkpoints.
-      moved: the steps so far after which the run went back or into another phase, which are saved too; added to.
-    """
+    """The steps at which a run evaluates, saves and ends, regardless of interruptions; rollbacks use only their
+    checkpoints, and no other is kept for long. ``steps``: number of the last one. ``evaluate_every``, ``save_every``:
+    steps between two; 0 evaluates after the last one only. ``moved``: the steps so far after which the run went back or
+    into another phase, which are saved too; added to."""
 
     steps: int
     evaluate_every: int = 0
@@ -75,11 +69,8 @@ class Schedule:
 
 
 def time_left(durations: Mapping[str, Sequence[float]], ahead: Mapping[str, int]) -> float | None:
-    """Return the seconds for the work ``ahead`` at the mean of each kind's ``durations``; None before the first step.
-
-    A first time takes longer than the others (files, workers), so it is left out as soon as there is another. A kind
-    without durations counts nothing.
-    """
+    """Return the seconds for the work ``ahead`` at the mean of each kind's ``durations``, 0 for a kind without; None
+    before the first step. A first time takes longer (files, workers), so it is left out as soon as there is another."""
     if not durations.get(STEP):
         return None
     total = 0.0
@@ -91,11 +82,8 @@ def time_left(durations: Mapping[str, Sequence[float]], ahead: Mapping[str, int]
 
 
 class Pace:
-    """The latest durations of each kind of work, in seconds, without compilations.
-
-    Args:
-      compiled: returns the seconds that this process has spent compiling so far.
-    """
+    """The latest durations of each kind of work, in seconds, without compilations, of which ``compiled`` returns the
+    seconds so far."""
 
     def __init__(self, compiled: Callable[[], float]):
         self.durations: dict[str, tuple[float, ...]] = {}
@@ -115,13 +103,8 @@ class Pace:
 
 
 class CompileWatch:
-    """Owner of listeners to JAX's compilations; a context manager.
-
-    Attributes:
-      seconds: duration of all finished compilations, programs read from the cache included.
-      read: programs that were read from the cache.
-      compiled: programs that could have been in the cache, but were compiled.
-    """
+    """Owner of listeners to JAX's compilations; a context manager. ``seconds``: of all finished ones, cached programs
+    included; ``read``: programs from the cache; ``compiled``: those that could have been in it, but were not."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -201,10 +184,8 @@ WITHIN_A_STEP = ("sampling", "scoring", "updating")
 
 
 def allowed_silence(status: str, durations: Sequence[float]) -> float:
-    """Return the seconds of silence allowed under ``status`` after steps of ``durations`` seconds.
-
-    Within a step it is twice an ordinary step, so that a log file holds one line for each, but 5 s at least.
-    """
+    """Return the seconds of silence allowed under ``status`` after steps of ``durations`` seconds. Within a step it is
+    twice an ordinary step, so that a log file holds one line for each, but 5 s at least."""
     return max(5.0, 2 * max(durations, default=0.0) if _phase(status) in WITHIN_A_STEP else 0.0)
 
 
@@ -213,18 +194,10 @@ def _phase(status: str) -> str:
 
 
 class Progress:
-    """Shows a run's progress; a context manager, so that the terminal is restored in any case.
-
-    Args:
-      first_step: the first step that this process runs: 1 for a new run, s + 1 after resuming at s.
-      console: where to print; stderr if None.
-      tracker: looks for findings; None for none.
-      quiet: show warnings alone.
-
-    Attributes:
-      pace: durations of each kind of work; the loop adds those of checkpoints.
-      at: the current step.
-    """
+    """Shows a run's progress; a context manager, so that the terminal is restored in any case. ``first_step``: that
+    this process runs: 1 for a new run, s + 1 after resuming at s. ``console``: where to print; stderr if None.
+    ``tracker``: looks for findings; None for none. ``quiet``: show warnings alone. ``pace``: durations of each kind of
+    work; the loop adds those of checkpoints. ``at``: the current step."""
 
     def __init__(
         self,
@@ -297,11 +270,8 @@ class Progress:
             self.note(f"evaluation at step {step}:  {text}")
 
     def show_events(self, step: int, metrics: dict[str, Any], groups: Sequence[Group] = ()) -> None:
-        """Print a line for each event in the step's complete row, and lines for each new finding.
-
-        An event that has a reason is a warning when it first happens. ``groups``: the data of the step; a terminal
-        shows one of its completions now and then.
-        """
+        """Print a line for each event in the step's complete row, as a warning when one with a reason first happens,
+        and for each new finding. ``groups``: data of the step; a terminal shows one of its completions now and then."""
         for name, reason in step_events(metrics):
             warning = bool(reason) and name not in self._warned
             self.note(f"step {step}: {f'{name}: {reason}' if reason else name}", warning)

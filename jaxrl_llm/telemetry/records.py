@@ -26,15 +26,10 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class TrackedRun:
-    """A run as a tracker sees it when it starts.
-
-    Attributes:
-      directory: the run's; its name is the run's name, and a tracker may keep files there.
-      config: its configuration as plain values.
-      project: the project to write to; None for the tracker's own default.
-      resumed_at: the step of the checkpoint that the run resumes from: later steps will come again. -1 if it starts
-        over in a directory that it has begun before; None for a new run.
-    """
+    """A run as a tracker sees it when it starts. ``directory``: the run's; its name is the run's name, and a tracker
+    may keep files there. ``config``: as plain values. ``project``: to write to; None for the tracker's own default.
+    ``resumed_at``: the step of the checkpoint that the run resumes from: later steps will come again. -1 if it starts
+    over in a directory that it has begun before; None for a new run."""
 
     directory: Path
     config: Mapping[str, Any]
@@ -58,8 +53,7 @@ class Tracker(Protocol):
         """Take one step's metrics: numbers, booleans and text by name, without those that were not measured."""
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Take completions of a step with an evaluation: values of ``SAMPLE_COLUMNS``, at most 16 of the evaluation's
-        answers and 16 of training."""
+        """Take a step's completions with an evaluation: ``SAMPLE_COLUMNS``, at most 16 of its and 16 of training."""
 
     def close(self) -> None:
         """Flush, and end the run."""
@@ -95,11 +89,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """A run in Weights & Biases; a resumed run continues under the same id.
-
-    Raises:
-      InputError: wandb refuses to start the run (without an account, for example).
-    """
+    """A run in Weights & Biases; resumed, it keeps its id. InputError: wandb refuses it (without an account, say)."""
 
     def __init__(self, run: TrackedRun):
         import wandb
@@ -131,14 +121,9 @@ class Wandb:
 
 
 class Trackio:
-    """A run in trackio, in its database on this machine unless trackio's own variables name a Space or a server.
-
-    A resumed run continues under the same name, which ends with letters of its identity: trackio knows runs by name.
-    Its messages go to log.txt.
-
-    Raises:
-      InputError: trackio refuses to start the run.
-    """
+    """A run in trackio, in its database on this machine unless trackio's own variables name a Space or a server. A
+    resumed run continues under the same name, which ends with letters of its identity: trackio knows runs by name. Its
+    messages go to log.txt. InputError: trackio refuses to start the run."""
 
     def __init__(self, run: TrackedRun):
         import trackio
@@ -172,10 +157,8 @@ BUILT_IN: dict[str, tuple[TrackerFactory, str]] = {
 
 
 def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
-    """Return the factory of each tracker, with its package imported; InputError for an unknown or missing one.
-
-    Other packages offer trackers as entry points: a name, and a class or function ``TrackedRun -> Tracker``.
-    """
+    """Return the factory of each tracker, with its package imported; InputError for an unknown or missing one. Other
+    packages offer trackers as entry points: a name, and a class or function ``TrackedRun -> Tracker``."""
     from importlib.metadata import entry_points  # which is slow to import
 
     offered = [entry for entry in entry_points(group="jaxrl_llm.writers") if entry.name not in BUILT_IN]
@@ -198,10 +181,8 @@ def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
 
 
 class Trackers:
-    """The writers of a run; one that raises is left out from then on, with one warning.
-
-    A new run is refused if a writer does not start; a resumed run continues without it.
-    """
+    """The writers of a run; one that raises is left out from then on, with one warning. A new run is refused if a
+    writer does not start; a resumed run continues without it."""
 
     def __init__(self, factories: Mapping[str, TrackerFactory], run: TrackedRun, warn: Callable[[str], None]):
         self._warn = warn
@@ -294,19 +275,12 @@ def _log_prints() -> Generator[None]:
 class RunWriter(contextlib.AbstractContextManager):
     """Writer of each step's metrics to all outputs; construct it on one process of a run only.
 
-    Args:
-      run_dir: the run's directory; made if missing.
-      resumed_at: the step of the checkpoint that the run resumes from: rows of later steps are cut off, so that each
-        step appears once. -1 cuts all of them (a run that stopped before its first checkpoint). None is a new run.
-      trackers: names of trackers that get each row and completions too, as in ``Output.trackers``.
-      config: the run's configuration as plain values, for trackers.
-      tell: called with each row once it is on the disk, as it is written there.
-      warn: called with one line when a tracker fails.
-
-    Raises:
-      InputError: a new run's directory holds metrics already; a row is not valid JSON; a tracker is unknown, not
-        installed, or refuses the run.
-    """
+    ``run_dir``: made if missing. ``resumed_at``: the step of the checkpoint that the run resumes from: rows of later
+    steps are cut off, so that each step appears once. -1 cuts all (a run that stopped before its first checkpoint);
+    None is a new run. ``trackers``: names of those that get each row and completions too, with ``config``, plain
+    values. ``tell``: called with each row as written, once it is on the disk; ``warn``: with one line when a tracker
+    fails. InputError: a new run's directory holds metrics already; a row is not valid JSON; a tracker is unknown, not
+    installed, or refuses the run."""
 
     def __init__(
         self,
@@ -338,10 +312,7 @@ class RunWriter(contextlib.AbstractContextManager):
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one step's row, ``step`` first; it is on the disk when this returns. NaN and infinity become null.
-
-        Raises:
-          ValueError: the step is not later than the last one written.
-        """
+        ValueError: the step is not later than the last one written."""
         if step <= self._last_step:
             raise ValueError(f"step {step} is already written: the last row is of step {self._last_step}")
         values = {name: jsonable(value) for name, value in metrics.items() if name != "step"}
@@ -352,10 +323,8 @@ class RunWriter(contextlib.AbstractContextManager):
         self._trackers.write(step, values)
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Append a step's samples (prompt, completion, reward parts), ``step`` first in each row.
-
-        Trackers get some of them if an evaluation's answers are among them.
-        """
+        """Append a step's samples (prompt, completion, reward parts), ``step`` first in each row. Trackers get some of
+        them if an evaluation's answers are among them."""
         append_rows(self._samples, [{"step": step, **row} for row in rows])
         if self._trackers and (sample := choose_samples(step, rows)):
             self._trackers.samples(step, sample)
@@ -407,10 +376,8 @@ def record_step(
     training_rows: Sequence[dict[str, Any]] = (),
     evaluation_rows: Sequence[dict[str, Any]] | None = None,
 ) -> None:
-    """Write a step's metrics and samples, and after an evaluation the report, if there is a writer.
-
-    ``training_rows``: of the step's completions; ``evaluation_rows``: of its evaluation, None without one.
-    """
+    """Write a step's metrics and samples, and after an evaluation the report, if there is a writer. ``training_rows``:
+    of the step's completions; ``evaluation_rows``: of its evaluation, None without one."""
     if writer is None:
         return
     writer.samples(step, [*training_rows, *(evaluation_rows or ())])
@@ -420,11 +387,9 @@ def record_step(
 
 
 def token_texts(tokens: Sequence[int], tokenizer: Any) -> list[str]:
-    """Return the text of each token, special ones included; joined they are the whole text.
-
-    A character of several tokens is the text of the last one, and the others are empty. Some tokenizers cannot tell
-    the pieces of bytes that form no characters: then each token is decoded alone.
-    """
+    """Return the text of each token, special ones included; joined they are the whole text. A character of several
+    tokens is the text of the last one, and the others are empty. Some tokenizers cannot tell the pieces of bytes that
+    form no characters: then each token is decoded alone."""
     stream = DecodeStream(skip_special_tokens=False)
     try:
         return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]

@@ -1,8 +1,6 @@
-"""``report.html``: one page that opens without a network. During a run, a separate process writes the page.
-
-A report reads all files of the run. In the run's own process that would take memory that grows with its steps, and
-time without training.
-"""
+"""``report.html``: one page that opens without a network. During a run, a separate process writes the page. A report
+reads all files of the run. In the run's own process that would take memory that grows with its steps, and time without
+training."""
 
 import base64
 import dataclasses
@@ -39,8 +37,7 @@ Curves = dict[str, tuple[list[int], list[float]]]
 
 def read_files(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Curves]:
     """Read the files of a run, finished or not: its settings by dotted names, the rows of metrics.jsonl, and their
-    curves. Without a config.json there are no settings.
-    """
+    curves. Without a config.json there are no settings."""
     metrics = directory / "metrics.jsonl"
     if not metrics.is_file():
         started = (directory / "config.json").is_file()
@@ -85,10 +82,8 @@ def step_events(metrics: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def page_data(directories: Sequence[Path], runs: Sequence[Any], samples: Sequence[Any]) -> dict[str, Any]:
-    """Return the data of the page as JSON values: for each run its settings, curves, events and findings.
-
-    ``runs``, ``samples``: of each, as ``read_files`` and ``choose_lines`` return them.
-    """
+    """Return the data of the page as JSON values: for each run its settings, curves, events and findings. ``runs``,
+    ``samples``: of each, as ``read_files`` and ``choose_lines`` return them."""
     count = sum(len(curves) + 1 for *_, curves in runs)
     most = max(100, MOST_POINTS // max(count, 1))
     names = [directory.resolve().name for directory in directories]
@@ -141,12 +136,8 @@ def thin_curve(steps: list[int], values: list[float], most: int) -> tuple[list[i
 
 
 def choose_lines(path: Path, runs: int = 1) -> tuple[list[bytes], int]:
-    """Return all lines of a samples.jsonl, and their number; of a long file the lines of evenly spaced steps, with the
-    first and the last.
-
-    Lines are distinguished by their beginning and not parsed, so that hundreds of megabytes take a second. ``runs``
-    share the report.
-    """
+    """Return the lines of a samples.jsonl and their number; of a long file those of evenly spaced steps, with first and
+    last. Lines are distinguished unparsed, so that hundreds of megabytes take a second. ``runs`` share the report."""
     batches: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for begin, size, key in _index_lines(path):
         batches.setdefault(key, []).append((begin, size))
@@ -230,11 +221,7 @@ def render_page(directories: Sequence[Path]) -> str:
 
 
 class Reporter:
-    """Writer of one run's report. A failure is logged: it never ends the run.
-
-    Args:
-      run_dir: the run's directory.
-    """
+    """Writer of one run's report. A failure is logged: it never ends the run."""
 
     def __init__(self, run_dir: Path):
         self._run_dir = run_dir

@@ -51,20 +51,15 @@ class RunSummary:
     """The contents of a finished run's summary.
 
     Attributes:
-      run_dir: the run's directory, or its address.
       took: the steps of this process, which may have resumed the run, and its duration.
-      measure: measure of the evaluation: ``accuracy``, or ``reward`` where nothing is verified.
+      measure: of the evaluation: ``accuracy``, or ``reward`` where nothing is verified.
       before, after: the share of correct answers, 0 to 1, or the mean reward; None if it was not evaluated.
       problems: number of evaluated problems; of many not all completions are written down.
-      other_measures: of the evaluations: label, before training (None if not evaluated) and after, and whether
-        it is a share.
-      judged: for each step with a reward model: the step, its mean score, the share of correct answers, and the
-        disagreement of several models.
+      other_measures: label, before training (None if not evaluated) and after, and whether it is a share.
+      judged: for each step with a reward model: step, mean score, share of correct answers, disagreement of several.
       phases: the steps after which another phase began, and the text of each one's row about it.
-      best: the step of the best evaluation and its result as measured, where the run keeps that model, as ``RUN@best``;
-        else None.
-      ended: after how many planned steps a rule ended the run, why, and the flags that continue it, if any do; None if
-        all steps were made.
+      best: step and result, as measured, of the best evaluation, where the run keeps that model; else None.
+      ended: after how many planned steps a rule ended the run, why, and flags that continue it; None if none did.
     """
 
     run_dir: str
@@ -110,10 +105,8 @@ def print_summary(
     summary: RunSummary, console: Console | None = None, brief: bool = False, reloads: bool = True, writes: bool = True
 ) -> None:
     """Print the accuracy (or reward) before and after, samples, the run's directory, the next commands and findings.
-
     ``brief`` leaves out samples and commands. ``reloads``: the run's config.json holds all that it trains with.
-    ``writes``: it trains a model that answers; a reward model does not.
-    """
+    ``writes``: it trains a model that answers; a reward model does not."""
     console = console or Printer(highlight=False)
     phases = [_field(f"after step {step}", text) for step, text in summary.phases]
     lines = [*_result_lines(summary), *phases]
@@ -234,8 +227,7 @@ def _next_lines(summary: RunSummary, reloads: bool, writes: bool) -> list[Text]:
 
 
 def summarise(run_dir: Path, seconds: float) -> RunSummary:
-    """Summarise a run by its ``metrics.jsonl`` and ``samples.jsonl``: the first and the last evaluation, reward models,
-    phases and findings."""
+    """Summarise metrics.jsonl and samples.jsonl: first and last evaluation, reward models, phases and findings."""
     rows = list(read_rows(run_dir / "metrics.jsonl"))
     steps = rows[-1]["step"] if rows else 0
     took = StepSpan(max((row["step"] for row in rows if row.get("event/resumed")), default=1), steps, seconds)

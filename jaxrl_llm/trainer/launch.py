@@ -58,9 +58,7 @@ FILE_VISIBLE_S = 20.0
 
 class Result(int):
     """The exit code of a training (0 done, 3 stopped by a guard, 75 preempted: call it again to resume), with the run.
-
-    Attributes:
-      directory: the run's; of one in object storage, the folder on this machine with its files but the checkpoints.
+    ``directory``: the run's; of one in object storage, the folder on this machine with its files but the checkpoints.
     """
 
     directory: Path
@@ -103,19 +101,10 @@ def launch(
     peers: Peers = ALONE,
     voice: Verbosity = Verbosity(),
 ) -> Result:
-    """Train, or resume, in the run's directory, and print a summary; return the exit code with the run.
-
-    Args:
-      loaded: settings, resolved and validated, and where they came from. The directory is ``runs/NAME`` where they name
-        none.
-      fresh: start over in a new one.
-      start: begin a new run with the weights of this checkpoint or snapshot.
-      peers: the other processes of the run.
-      voice: how much is printed.
-
-    Raises:
-      InputError: the directory cannot be used, or whatever the run cannot work with.
-    """
+    """Train, or resume, in the run's directory, and print a summary; return the exit code with the run. ``loaded``:
+    settings, resolved and validated, and where they came from; the directory is ``runs/NAME`` where they name none.
+    ``fresh``: start over in a new one. ``start``: begin a new run with the weights of this checkpoint or snapshot.
+    ``voice``: how much is printed. InputError: the directory cannot be used, or whatever the run cannot work with."""
     began = time.monotonic()
     chosen, resolved = decide_start(peers, loaded, fresh, start)
     directory = chosen.absolute()  # a tool may change the current folder
@@ -174,6 +163,7 @@ def train(
     on_step: Callable[[dict[str, Any]], None] | None = None,
 ) -> Result:
     """Train as ``jaxrl-llm train`` does: check the settings, start or resume the run in its directory, print a summary.
+    InputError: the settings cannot work, in one line that names field, value and remedy.
 
     Args:
       run: whatever it leaves open is filled in as on the command line.
@@ -182,9 +172,6 @@ def train(
       start: ``RUN`` or ``RUN@STEP``: begin a new run with the weights of that one's checkpoint, as ``--from`` does.
       carry: with ``start``, also go on in its data, curriculum and stored successes, as ``--carry`` does.
       on_step: called with each row of metrics.jsonl once it is written.
-
-    Raises:
-      InputError: the settings cannot work, in one line that names field, value and remedy.
     """
     prepare_libraries()
     configs.check_types(run)
@@ -253,14 +240,10 @@ def decide_start(
 def choose_directory(
     settings: configs.Configuration, name: str, fresh: bool, start: configs.Start | None = None
 ) -> tuple[Path, configs.LoadedConfig | None, list[str]]:
-    """Return the run's directory, the run that has begun there, and the changes of its settings that are recorded.
-
-    With ``fresh`` it is the first free name; with ``start`` that, or a run that began with these settings and weights.
-    For an address it is the mirror.
-
-    Raises:
-      InputError: the path is a file, or has a run that began with other settings; or the storage cannot be reached.
-    """
+    """Return the run's directory, the run that has begun there, and the recorded changes of its settings. With
+    ``fresh`` it is the first free name; with ``start`` that, or a run that began with these settings and weights; for
+    an address the mirror. InputError: a file, or a run that began with other settings, is there; or the storage cannot
+    be reached."""
     base = storage.mirror(settings.output.run_dir or f"runs/{name}", "run_dir")
     directory = storage.refreshed(base)
     number = 2
@@ -281,10 +264,8 @@ def choose_directory(
 
 
 def same_start(directory: Path, settings: configs.Configuration, start: configs.Start) -> bool:
-    """Whether the folder is free, or its run was started with these settings and these first weights.
-
-    Another learning rate makes another run here, where it would only be recorded on resume; other measurements do not.
-    """
+    """Whether the folder is free, or its run was started with these settings and these first weights. Another learning
+    rate makes another run here, where it would only be recorded on resume; other measurements do not."""
     before = read_started_run(directory)
     if before is None:
         return True
@@ -307,11 +288,8 @@ def first_day(before: configs.LoadedConfig | None) -> str:
 
 
 def first_weights(directory: Path, start: configs.Start | None) -> configs.Start | None:
-    """Return the step that gave the run there its first weights, or else ``start``.
-
-    Raises:
-      InputError: it is missing or damaged, and the run has no checkpoint of its own yet.
-    """
+    """Return the step that gave the run there its first weights, or else ``start``. InputError: it is missing or
+    damaged, and the run has no checkpoint of its own yet."""
     here = start
     if (before := read_started_run(directory)) is not None:
         start, here = before.origin.start, before.start
@@ -348,11 +326,8 @@ def report_finished(directory: Path, settings: configs.Configuration, ending: st
 def ending_reason(
     before: configs.LoadedConfig, settings: configs.Configuration, changed: Sequence[str], edited: Sequence[str]
 ) -> str:
-    """Return why a rule has ended a run as done before its steps were made; empty if none has, or if it would not end
-    the run with its present settings.
-
-    ``changed``: settings that differ from those before; ``edited``: files of the run's own code.
-    """
+    """Return why a rule has ended a run as done before its steps were made; empty if none has, or would with its
+    present settings. ``changed``: settings that differ from those before; ``edited``: files of the run's own code."""
     directory = Path(before.directory or "")
     place = directory / CHECKPOINTS / str(max(steps_in(directory / CHECKPOINTS), default=0))
     memory = ended_at(place)
@@ -380,8 +355,7 @@ def ending_reason(
 @contextlib.contextmanager
 def claim_directory(directory: Path, loaded: configs.LoadedConfig) -> Generator[None]:
     """Create and lock the run's directory with its config.json. A directory made here is removed if the run does not
-    begin, except for the traceback of a reward, which the message names.
-    """
+    begin, except for the traceback of a reward, which the message names."""
     run = loaded.run
     if loaded.directory is not None and run.output.run_dir == str(
         loaded.directory
@@ -432,13 +406,8 @@ def claim_directory(directory: Path, loaded: configs.LoadedConfig) -> Generator[
 
 
 def check_shared(peers: Peers, path: Path) -> None:
-    """Refuse a run directory that is not shared by all hosts.
-
-    ``path``: a file that process 0 has just written.
-
-    Raises:
-      InputError: a process does not see it, or sees other content.
-    """
+    """Refuse a run directory that is not shared by all hosts. ``path``: a file that process 0 has just written.
+    InputError: a process does not see it, or sees other content."""
     content = peers.first(path.read_text)
     limit = time.monotonic() + FILE_VISIBLE_S
     seen = peers.leads

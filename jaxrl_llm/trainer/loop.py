@@ -1,7 +1,5 @@
-"""The training loop: a run is a sequence of phases, and a phase is a loop of steps.
-
-A stage makes the steps, rules decide between them; this module evaluates, applies decisions, records and saves.
-"""
+"""The training loop: a run is a sequence of phases, and a phase is a loop of steps. A stage makes the steps, rules
+decide between them; this module evaluates, applies decisions, records and saves."""
 
 import contextlib
 import dataclasses
@@ -58,19 +56,11 @@ def train(
     weights: configs.Start | None = None,
     voice: Verbosity = Verbosity(),
 ) -> int:
-    """Train, or resume from the directory's newest whole checkpoint; return the exit code.
-
-    Every process makes the same decisions from the same numbers; values of one process (a file, a signal, a
-    score) come through ``peers``. Only process 0 writes and prints.
-
-    Args:
-      run: validated.
-      directory: the run's; made by the caller, with config.json in it.
-      say: prints a line that should stay visible.
-      peers: the other processes of the run.
-      weights: the step of another run with the first weights; None for the model's own.
-      voice: how much is printed on the way.
-    """
+    """Train, or resume from the directory's newest whole checkpoint; return the exit code. Every process makes the same
+    decisions from the same numbers; values of one process (a file, a signal, a score) come through ``peers``. Only
+    process 0 writes and prints. ``run``: validated. ``directory``: made by the caller, with config.json in it. ``say``:
+    prints a line that should stay visible. ``weights``: the step of another run with the first weights; None for the
+    model's own. ``voice``: how much is printed on the way."""
     phases = range(len(configs.phases_of(run)))
     devices = len(all_devices())
     for number in phases:
@@ -109,11 +99,8 @@ def resume_point(
     run: configs.Configuration, directory: Path, peers: Peers, say: Callable[[str], None]
 ) -> tuple[int | None, int, dict[str, Any]]:
     """Return the step of the checkpoint to resume from (None without one), the number of its phase, and the entries in
-    the row of the next step that record the resumption (empty for a new run).
-
-    Raises:
-      InputError: none of its checkpoints is whole, or no other could be written.
-    """
+    the row of the next step that record the resumption (empty for a new run). InputError: none of its checkpoints is
+    whole, or no other could be written."""
 
     peers.first(lambda: snapshots.check_writable(directory))
     start, passed_over = snapshots.newest_whole(directory, peers)
@@ -145,11 +132,9 @@ def begin_steps(context: RunContext, cursor: Cursor) -> None:
 
 
 def run_phase(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
-    """Make, evaluate, record and save steps, moving ``cursor``, until a rule ends the phase or the run ends.
-
-    Returns None when the next phase begins; otherwise the exit code and the reason for ending early, which is empty if
-    all steps were made.
-    """
+    """Make, evaluate, record and save steps, moving ``cursor``, until a rule ends the phase or the run ends. Returns
+    None when the next phase begins; otherwise the exit code and the reason for ending early, which is empty if all
+    steps were made."""
     run, stage, last_save = context.run, cursor.stage, time.monotonic()
     for step in range(cursor.step + 1, run.steps + 1):
         step_began, answers = time.perf_counter(), None
@@ -199,10 +184,7 @@ def evaluate(
     context: RunContext, cursor: Cursor, row: dict[str, Any], first: bool = False
 ) -> list[dict[str, Any]] | None:
     """Evaluate the model, add the metrics to the row, and return the answers to write down; None without a test.
-
-    Raises:
-      InputError: it is the first evaluation, and no answer of a task could be scored.
-    """
+    InputError: it is the first evaluation, and no answer of a task could be scored."""
     began = time.perf_counter()
     tested = cursor.stage.evaluate(model_of(cursor.state), first)
     if tested is not None:
@@ -234,10 +216,8 @@ def decide_after(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> De
 
 
 def keep_if_best(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> bool:
-    """Keep the model if this row has the best evaluation so far and the run keeps the best; return whether it has.
-
-    On disk the snapshot is complete first, then the row is written, and only then is the older best one removed.
-    """
+    """Keep the model if this row has the best evaluation so far and the run keeps the best; return whether it has. On
+    disk the snapshot is complete first, then the row is written, and only then is the older best one removed."""
     step, directory = row["step"], context.directory
     if not context.run.output.keep_best or not context.peers.first(lambda: recorded_best(directory, row) == step):
         return False
@@ -248,15 +228,9 @@ def keep_if_best(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> bo
 
 
 def save(context: RunContext, cursor: Cursor, decision: Decision, stop_requested: bool, last_save: float) -> bool:
-    """Save what is due after a step: a snapshot, a checkpoint; return whether a checkpoint was begun.
-
-    Args:
-      context: of the run.
-      cursor: after the step, or at the start of the next phase.
-      decision: after the step.
-      stop_requested: whether the run was asked to stop.
-      last_save: time of the last checkpoint, by the monotonic clock of process 0.
-    """
+    """Save what is due after a step, or at the start of the next phase: a snapshot, a checkpoint; return whether a
+    checkpoint was begun. ``decision``: after the step. ``stop_requested``: whether the run was asked to stop.
+    ``last_save``: time of the last checkpoint, by the monotonic clock of process 0."""
     step, store, schedule = cursor.step, context.store, context.schedule
     minutes = context.peers.first(lambda: (time.monotonic() - last_save) / 60)
     overdue = 0 < context.run.output.checkpoint_minutes <= minutes
@@ -291,16 +265,8 @@ def save_after_failure(
     context: RunContext, cursor: Cursor, host: LoopState, updates: list[int], reason: str
 ) -> tuple[int, str]:
     """Save the state before a step that failed, if no update has replaced it; return the exit code, and why it ends.
-
-    Args:
-      context: of the run.
-      cursor: as the step has left it.
-      host, updates: as they were before the step.
-      reason: of the failure.
-
-    Raises:
-      Stopped: the run has several processes, of which the others may not be there to save.
-    """
+    ``cursor``: as the step has left it. ``host``, ``updates``: as before it. ``reason``: of the failure. Stopped: the
+    run has several processes, of which the others may not be there to save."""
     intact = not any(x.is_deleted() for x in jax.tree.leaves(cursor.state)) and updates == count_updates(cursor.state)
     message = f"{reason}; the steps since its last checkpoint are lost: {RESUME_HINT}"
     if context.peers.count > 1:
@@ -339,10 +305,7 @@ def agreed_to_stop(
     peers: Peers, stop: Preemption, step: int, common: Iterable[np.ndarray], row: dict[str, Any]
 ) -> bool:
     """Whether any process was asked to stop after this step; ``common``: arrays that must be equal on all processes.
-
-    Raises:
-      Disagreement: the processes have sampled, scored or learned differently.
-    """
+    Disagreement: the processes have sampled, scored or learned differently."""
     learned = repr([row.get(name) for name in ("loss", "grad_norm", "kl_coef", "critic/loss")])
     peers.check_same(f"samples, scores or gradients in step {step}", codec.digest_of_parts([learned, *common]))
     return any(peers.gather(stop.asked))

@@ -1,7 +1,6 @@
 """State of a run in progress: the parts fixed while it trains, its position, the host state in its checkpoints, and
 requests to it. The state of a phase is fresh, another run's, restored, or carried over; a rollback restores as a resume
-does.
-"""
+does."""
 
 import contextlib
 import dataclasses
@@ -51,15 +50,10 @@ from jaxrl_llm.types import TrainState
 
 @dataclasses.dataclass
 class LoopState:
-    """The host state of the loop, saved with the device state.
-
-    Attributes:
-      carry: what the last step passes to the next one; None before the first.
-      memory: of each rule.
-      coefficients: of the loss, for the next step, where a rule moves them.
-      problems: fingerprints of the problems that the run, or its phase, began with; empty between two phases.
-      phase: the number of the run's phase, from 0.
-    """
+    """The host state of the loop, saved with the device state. ``carry``: what the last step passes to the next one;
+    None before the first. ``memory``: of each rule. ``coefficients``: of the loss, for the next step, where a rule
+    moves them. ``problems``: fingerprints of those that the run, or its phase, began with; empty between two phases.
+    ``phase``: its number, from 0."""
 
     carry: Any = None
     memory: Memory = dataclasses.field(default_factory=dict)
@@ -69,11 +63,8 @@ class LoopState:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], records: Sequence[type]) -> "LoopState":
-        """Rebuild the state from the JSON values in a checkpoint. ``records``: the dataclasses in it.
-
-        Raises:
-          InputError: it cannot be read.
-        """
+        """Rebuild the state from the JSON values in a checkpoint. ``records``: the dataclasses in it. InputError: it
+        cannot be read."""
         try:
             return cls(**codec.from_json(data, records))
         except (ValueError, TypeError) as error:
@@ -83,23 +74,12 @@ class LoopState:
 
 @dataclasses.dataclass
 class RunContext:
-    """The parts of a run that stay the same through its phases.
-
-    Attributes:
-      run: its settings.
-      directory: the run's.
-      start: the step of the checkpoint that it resumes from; None for a new run.
-      weights: the checkpoint that a new run takes its first weights from; None for those of its model.
-      peers: its processes.
-      mesh: of its devices.
-      schedule: of evaluations and checkpoints.
-      store: of checkpoints.
-      progress: the display for people.
-      writer: of the files; None on all processes but the first.
-      tracker: the input of guards, on process 0; None without guards.
-      stop: whether the run was asked to stop.
-      update_s: seconds of the last step's updates; infinite before the first one of this process.
-    """
+    """The parts of a run that stay the same through its phases. ``start``: the step of the checkpoint that it resumes
+    from; None for a new run. ``weights``: the checkpoint that a new run takes its first weights from; None for its
+    model's. ``schedule``: of evaluations and checkpoints. ``store``: of checkpoints. ``progress``: the display for
+    people. ``writer``: of the files; None but on the first process. ``tracker``: the input of guards, on process 0;
+    None without guards. ``stop``: whether the run was asked to stop. ``update_s``: seconds of the last step's updates;
+    infinite before the first one of this process."""
 
     run: Configuration
     directory: Path
@@ -122,16 +102,8 @@ class RunContext:
 
 @dataclasses.dataclass
 class Cursor:
-    """The current position of a run.
-
-    Attributes:
-      settings: of its phase.
-      tokenizer: of its model.
-      stage: makes the steps of the phase.
-      state: on the devices.
-      host: the host state.
-      step: the last one that is made.
-      row: the first entries of the next row.
+    """The current position of a run. ``settings``: of its phase, whose steps ``stage`` makes. ``state``: on the
+    devices; ``host``: the host state. ``step``: the last one that is made. ``row``: the first entries of the next row.
     """
 
     settings: Configuration
@@ -165,10 +137,8 @@ def open_context(
     peers: Peers,
     voice: Verbosity,
 ) -> Generator[RunContext]:
-    """Open a run's devices, files and terminal output while it trains; only the first process writes and prints.
-
-    The arguments are fields of ``RunContext``; ``resumed``: it has begun before, with a checkpoint or without one.
-    """
+    """Open a run's devices, files and terminal output while it trains; only the first process writes and prints. The
+    arguments are fields of ``RunContext``; ``resumed``: it has begun before, with a checkpoint or without one."""
     mesh = make_mesh(run.mesh)
     moved = steps_moved(directory, start, peers)
     schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every, moved)
@@ -206,10 +176,8 @@ def write_step_progress(directory: Path, step: int, host: dict[str, Any]) -> Non
 
 
 def read_step_progress(directory: Path, step: int) -> dict[str, Any] | None:
-    """Return the host state that was written for the step after this one; None without it.
-
-    It belongs to one checkpoint: a run that went back further may have saved this step anew, with other weights.
-    """
+    """Return the host state that was written for the step after this one; None without it. It belongs to one
+    checkpoint: a run that went back further may have saved this step anew, with other weights."""
     progress = parse_step_progress(directory)
     return progress.get("host") if progress.get("checkpoint") == checkpoint_mark(directory, step) else None
 
@@ -267,12 +235,8 @@ def remove_settled(directory: Path, memory: Memory) -> None:
 
 
 def remove_reset_request(directory: Path, memory: Memory) -> None:
-    """Remove the request once a complete checkpoint has its result.
-
-    A run that is killed before that resumes without the result, and finds the file again.
-
-    ``memory``: of the run's rules.
-    """
+    """Remove the request once a complete checkpoint has its result. A run that is killed before that resumes without
+    the result, and finds the file again. ``memory``: of the run's rules."""
     done_request = memory.get(BY_HAND, {})
     request = read_reset_request(directory).get(ASKED)
     same = request is not None and request["id"] == done_request.get("id")
@@ -281,15 +245,9 @@ def remove_reset_request(directory: Path, memory: Memory) -> None:
 
 
 def load_phase(context: RunContext, number: int, cursor: Cursor | None, resources: Any) -> Cursor:
-    """Return the position before the first step of a phase; everything that may refuse the run is tried before any
-    output.
-
-    Args:
-      context: of the run.
-      number: the phase's.
-      cursor: where the phase before has ended; None for the first one of this process.
-      resources: of the phase's stage.
-    """
+    """Return the position before the first step of phase ``number``; everything that may refuse the run is tried before
+    any output. ``cursor``: where the phase before has ended, None for this process's first; ``resources``: of the
+    stage."""
     all_phases, mesh, progress, start = context.run, context.mesh, context.progress, context.start
     run = configs.in_phase(all_phases, number)
     if cursor is None:
@@ -382,11 +340,8 @@ def create_or_restore(
 
 
 def load_carry(run: configs.Configuration, stage: Stage, weights: configs.Start, note: Callable[[str], None]) -> Any:
-    """Return what the other run's checkpoint leaves to the first step of this one.
-
-    Raises:
-      InputError: the same task has other problems than it had there.
-    """
+    """Return what the other run's checkpoint leaves to the first step of this one. InputError: the same task has other
+    problems than it had there."""
     host = LoopState.from_json(host_state(weights), stage.records)
     config = configs.read(weights.directory / "config.json", own=False)
     before: Any = configs.in_phase(config.pinned, host.phase)
@@ -401,10 +356,8 @@ def load_carry(run: configs.Configuration, stage: Stage, weights: configs.Start,
 def restore_state(
     store: Checkpoints, step: int, like: TrainState, mesh: Any, base: Any, stage: Stage
 ) -> tuple[TrainState, LoopState]:
-    """Return the device state and the host state of a checkpoint; missing coefficients are the stage's own.
-
-    The arguments are those of ``Checkpoints.restore``, and the stage of the steps that follow.
-    """
+    """Return the device state and the host state of a checkpoint; missing coefficients are the stage's own. The
+    arguments are those of ``Checkpoints.restore``, and the stage of the steps that follow."""
     state, host_values = store.restore(step, like, mesh, base)
     host = LoopState.from_json(host_values, stage.records)
     host.coefficients = dict(stage.coefficients) | host.coefficients
@@ -415,13 +368,9 @@ def restore_state(
 def take_weights(
     state: TrainState, run: configs.Configuration, weights: configs.Start, mesh: Any, note: Callable[[str], None]
 ) -> TrainState:
-    """Return a fresh state with the policy and reference of another run's checkpoint or snapshot.
-
-    The optimiser state is taken over too if it exists and has the same settings.
-
-    Raises:
-      InputError: the other run's model or adapter is of another kind.
-    """
+    """Return a fresh state with the policy and reference of another run's checkpoint or snapshot, and with its
+    optimiser state if that exists and has the same settings. InputError: the other run's model or adapter is of another
+    kind."""
     other = configs.read(weights.directory / "config.json", own=False).run
     old = configs.whole(other.learner)
     origin = f"step {weights.step} of {weights.run}"
@@ -456,8 +405,7 @@ def take_other_roles(
     state: TrainState, others: Sequence[NewRole], step_directory: Path, mesh: Any, note: Callable[[str], None]
 ) -> TrainState:
     """Return the state with its other roles taken from the same checkpoint as the policy, with fresh optimisers. A role
-    that the checkpoint lacks, or has in other shapes, begins from the borrowed policy, unless it names a model.
-    """
+    that the checkpoint lacks, or has in other shapes, begins from the borrowed policy, unless it names a model."""
     for other in others:
         params = state.roles[other.name].params
         layout = jax.tree.map(lambda array: array.sharding, params)
@@ -476,12 +424,10 @@ def take_other_roles(
 
 
 def roll_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> rules.Decision:
-    """Roll back to the newest whole checkpoint of this phase before the step that a guard names.
-
-    Returns the decision with the result, which is to stop if no such checkpoint exists. Data and update counts continue
-    from here, so that no two policies share a version. Groups of the abandoned policy are dropped, and the rules'
-    memory is restored (see ``memory_after_rollback``).
-    """
+    """Roll back to the newest whole checkpoint of this phase before the step that a guard names; return the decision
+    with the result: to stop, without such a checkpoint. Data and update counts continue from here, so that no two
+    policies share a version. Groups of the abandoned policy are dropped; for the rules' memory see
+    ``memory_after_rollback``."""
     host, before = cursor.host, int(decision.rollback or 0)
     context.store.wait()
     folder = context.directory / CHECKPOINTS
@@ -553,15 +499,9 @@ KEPT_ACROSS_PHASES = (rules.LAST, rules.BY_HAND, rules.OF_GUARDS)
 
 def next_phase(run: configs.Configuration, stage: Stage, state: TrainState, host: LoopState) -> TrainState:
     """Return the state at the start of the run's next phase: with a reference if it needs one, reset if it says so.
-
-    Args:
-      run: all of it.
-      stage: of the phase that has ended.
-      state: donated.
-      host: updated for the next phase. Coefficients moved by rules are kept if recipe and constraints stay equal; the
-        learning rate scale after a rollback is always kept. The rules' memory is cleared, except for
-        ``KEPT_ACROSS_PHASES``, and where recipe and constraints stay equal that of the entropy's controller.
-    """
+    ``stage``: of the phase that has ended. ``state``: donated. ``host``: updated: if recipe and constraints stay equal,
+    coefficients moved by rules and the memory of the entropy's controller are kept; always the learning rate scale
+    after a rollback. Else the rules' memory is cleared, except for ``KEPT_ACROSS_PHASES``."""
     before: Any = configs.in_phase(run, host.phase)
     host.phase += 1
     after: Any = configs.in_phase(run, host.phase)
