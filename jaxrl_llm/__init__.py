@@ -20,7 +20,8 @@ HOMES = {
     "train": "trainer.launch",
 }
 """The modules of the names that most programs need; each is imported on first use, so that ``import jaxrl_llm`` is
-fast."""
+fast.
+"""
 
 __all__ = sorted(HOMES)
 

@@ -1,7 +1,8 @@
 """Exact JSON of plain values and records: reading a checkpoint restores every value with its type. ``jsonable`` is the
 other way to JSON: for rows that are only looked at. Digests of JSON, texts and arrays are here too. Values that JSON
 has are written unchanged. Any other is an object with one key, ``$`` and the kind's name: ``(1, 2)`` becomes
-``{"$tuple": [1, 2]}``. Not-a-number and infinity are written as Python's ``json`` does."""
+``{"$tuple": [1, 2]}``. Not-a-number and infinity are written as Python's ``json`` does.
+"""
 
 import base64
 import dataclasses
@@ -63,7 +64,8 @@ def to_json(value: Any, records: Sequence[type] = (), arrays: bytearray | None =
 
 def from_json(data: Any, records: Sequence[Any] = ()) -> Any:
     """Convert JSON values back; the inverse of ``to_json``. ValueError: a value has a kind that this version does not
-    know, or its content is none of this kind."""
+    know, or its content is none of this kind.
+    """
     if isinstance(data, list):
         return [from_json(item, records) for item in data]
     if not isinstance(data, dict):
@@ -131,7 +133,8 @@ def digest_of_parts(parts: Iterable[str | np.ndarray]) -> str:
 
 def flat(data: Any, prefix: str = "", whole_lists: bool = False) -> dict[str, Any]:
     """Flatten nested JSON values to dotted names: ``{"task.source.size": 3000}``. ``whole_lists``: keep lists of plain
-    values as values; otherwise name each item by its index."""
+    values as values; otherwise name each item by its index.
+    """
     if isinstance(data, list) and (not whole_lists or any(isinstance(item, dict) for item in data)):
         data = dict(enumerate(data))
     if not isinstance(data, dict):

@@ -7,7 +7,8 @@ from collections.abc import Generator, Iterable
 
 class InputError(ValueError):
     """Wrong input from a person; the message is one line that names the field or file and the remedy. The command line
-    prints it and exits with code 2."""
+    prints it and exits with code 2.
+    """
 
     code = 2
 

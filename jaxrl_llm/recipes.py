@@ -1,6 +1,7 @@
 """Published methods, one value each: the algorithm and the settings around the loss that its paper fixes. Learning
 rates, batch sizes and updates per batch are a run's (``configs/``): they depend on model and machine. A run makes one
-update per batch unless it sets more; ``config.notes`` reports which pieces of a recipe then have no effect."""
+update per batch unless it sets more; ``config.notes`` reports which pieces of a recipe then have no effect.
+"""
 
 import dataclasses
 from typing import Annotated, Any, Literal
@@ -195,31 +196,37 @@ class Recipe(Setting):
 
 GRPO = Recipe("grpo", PRESETS["grpo"], paper=Updates(1, 1024))
 """DeepSeekMath (arXiv 2402.03300): GSM8K 82.9 -> 88.2 and MATH 46.8 -> 51.7 with a 7B model, 64 completions per prompt,
-one update per batch of 1024, in which no ratio leaves 1: its clip range never binds."""
+one update per batch of 1024, in which no ratio leaves 1: its clip range never binds.
+"""
 
 DR_GRPO = Recipe("dr_grpo", dataclasses.replace(PRESETS["dr_grpo"], reduce=ConstantLength(None)), paper=Updates(8, 128))
 """Understanding R1-Zero-like training (arXiv 2503.20783): no division by the standard deviation or the length, so that
 wrong answers do not grow. AIME 2024 43.3 with Qwen2.5-Math-7B. The constant is the run's generation budget; the updates
-are those of the authors' script."""
+are those of the authors' script.
+"""
 
 DAPO = Recipe("dapo", PRESETS["dapo"], filter_groups="accuracy", overlong=Overlong(share=0.2), paper=Updates(16, 512))
 """DAPO (arXiv 2503.14476): AIME 2024 30 -> 50 with Qwen2.5-32B; of these 20 points overlong filtering brought 6,
 clip-higher 2, soft punishment 3, the token-level loss 1 and dynamic sampling 8. L_max 20480 and L_cache 4096 are the
 share 0.2. Overlong filtering is off, as in the released system: it would remove the punished tokens from the loss.
-``overlong.drop`` turns it on."""
+``overlong.drop`` turns it on.
+"""
 
 GSPO = Recipe("gspo", PRESETS["gspo"], paper=Updates(4))
 """Group sequence policy optimisation (arXiv 2507.18071): no KL, a band of 3e-4 / 4e-4 on the sequence ratio, 4 updates
-per batch. Better than GRPO at equal compute with Qwen3-30B-A3B, without routing replay; curves, no table."""
+per batch. Better than GRPO at equal compute with Qwen3-30B-A3B, without routing replay; curves, no table.
+"""
 
 CISPO = Recipe("cispo", PRESETS["cispo"], filter_groups="accuracy", overlong=Overlong(share=0.2), paper=Updates(16))
 """MiniMax-M1 (arXiv 2506.13585): DAPO's dynamic sampling and length penalty, 16 updates per batch. It reaches DAPO's
 AIME 2024 with Qwen2.5-32B in half the steps. Its optimiser (b2 0.95, eps 1e-15) and the end of repetitive completions
-(rollout.repetition) are settings of a run. The cap of 5 is that of TRL and ScaleRL: the paper publishes none."""
+(rollout.repetition) are settings of a run. The cap of 5 is that of TRL and ScaleRL: the paper publishes none.
+"""
 
 SAPO = Recipe("sapo", PRESETS["sapo"], paper=Updates(4))
 """Soft adaptive policy optimisation (arXiv 2511.20347): a smooth gate in place of the clip, 4 updates per batch. Stable
-with Qwen3-30B-A3B where GSPO and GRPO collapse; curves, no table."""
+with Qwen3-30B-A3B where GSPO and GRPO collapse; curves, no table.
+"""
 
 PRORL_V1 = Recipe(
     "prorl_v1",
@@ -231,7 +238,8 @@ PRORL_V1 = Recipe(
 )
 """ProRL (arXiv 2505.24864): reference and optimiser are reset when validation stagnates; average pass@1 on mathematics
 44.45 -> 60.14 with a 1.5B model. The paper gives neither the number of evaluations that make a stall, which is ours,
-nor the KL coefficient, which is that of the second version."""
+nor the KL coefficient, which is that of the second version.
+"""
 
 PRORL_V2 = Recipe(
     "prorl_v2",
@@ -245,7 +253,8 @@ PRORL_V2 = Recipe(
 the optimiser, a cosine length reward now and then, no reward for truncated answers. 3000 steps at 8k tokens beat the
 first version's 2000 at 16k, with completions 17.5 % shorter. Its resets at a jump of the KL, for which it gives no
 number, are recipe.resets.on_kl_jump. Its correction for a sampler that is another program than the learner (IcePop,
-``MaskedIS(0.5, 5.0)``) is left out: both are one model."""
+``MaskedIS(0.5, 5.0)``) is left out: both are one model.
+"""
 
 KIMI_K1_5 = Recipe(
     "kimi_k1_5", PRESETS["kimi_k1_5"], shaping=(RelativeLength(warmup=50),), resets=Resets(optimiser_every=1)
@@ -255,27 +264,32 @@ length reward that is off at first. AIME 2024 77.5 and MATH-500 96.2 with long c
 step here, and should have many updates (learner.minibatches, learner.epochs): with a single one, a reset AdamW keeps
 only the gradient's signs. Their number is not published, nor are tau, the length reward's weight and its warm-up: tau
 1, weight 1 and 50 updates are ours. Its partial rollouts and its prioritised prompts, easy ones first, are settings of
-a run: rollout.collect.token_budget and rollout.collect.curriculum."""
+a run: rollout.collect.token_budget and rollout.collect.curriculum.
+"""
 
 DEEPSEEK_V3_2 = Recipe("deepseek_v3_2", PRESETS["deepseek_v3_2"])
 """DeepSeek-V3.2 (arXiv 2512.02556): GRPO without the standard deviation, ratios against the sampler's distribution, the
 unbiased KL, and no learning from unlikely failures. Neither coefficients nor the updates per batch are published: ours
 are the clip at 0.2 on both sides, the KL coefficient 0.001 and the bound on unlikely failures, which is TRL's 0.5.
 Where rollout.top_p or rollout.top_k truncates, set learner.keep_sampling_mask; with a model of experts,
-learner.routing_replay R3 (Keep Routing)."""
+learner.routing_replay R3 (Keep Routing).
+"""
 
 MINIRL = Recipe("minirl", PRESETS["minirl"], paper=Updates(1, 1024))
 """Stabilizing reinforcement learning with LLMs (arXiv 2512.01374): the simplest method that is stable with
 Qwen3-30B-A3B. Without the weight against the sampler it collapses on-policy; with 2, 4 or 8 updates per batch, also
-tried, it needs clipping as well."""
+tried, it needs clipping as well.
+"""
 
 RLOO = Recipe("rloo", PRESETS["rloo"])
 """Back to basics (arXiv 2402.14740): REINFORCE with a leave-one-out baseline, ahead of PPO, DPO and RAFT in win rate on
-TL;DR and HH. The paper's KL in the reward has the coefficients 0.03 and 0.1: set recipe.algorithm.kl_coef."""
+TL;DR and HH. The paper's KL in the reward has the coefficients 0.03 and 0.1: set recipe.algorithm.kl_coef.
+"""
 
 REINFORCE_PP = Recipe("reinforce_pp", dataclasses.replace(PRESETS["reinforce_pp"], kl_coef=0.001))
 """REINFORCE++ (arXiv 2501.03262): the batch as baseline, advantages whitened over its tokens, a KL in the reward of
-every token, with the coefficient of the authors' code."""
+every token, with the coefficient of the authors' code.
+"""
 
 PPO = Recipe(
     "ppo",
@@ -287,7 +301,8 @@ PPO = Recipe(
 of every token, no discount, clip 0.2, a critic at 9e-6, one pass in 8 minibatches of 64. Other values are those of
 TRL's trainer: lambda 0.95, advantages whitened over the batch, values clipped at 0.2 (TRL's own KL coefficient is 0.05,
 and it makes 4 passes). Nothing compares completions of one prompt, so rollout.group may be 1. The paper's critic begins
-as its reward model: recipe.critic.model. Its moving average of the weights is left out."""
+as its reward model: recipe.critic.model. Its moving average of the weights is left out.
+"""
 
 TOP_ENTROPY = Recipe(
     "top_entropy",
@@ -296,7 +311,8 @@ TOP_ENTROPY = Recipe(
     overlong=Overlong(share=0.2),
 )
 """Beyond the 80/20 rule (arXiv 2506.01939): DAPO, of which only the fifth of a step's tokens with the highest entropy
-of the current policy has a policy gradient; the loss is still divided by all tokens."""
+of the current policy has a policy gradient; the loss is still divided by all tokens.
+"""
 
 ARPO = Recipe(
     "arpo",
@@ -309,18 +325,21 @@ model is less certain after a tool's answer than at first; GRPO's loss without a
 average with Qwen2.5-7B (GRPO 56.5), with three fifths of its tool calls. Groups of 16, alpha 0.5, beta 0.2, tau 0.5,
 entropies of the first 20 tokens as in the authors' code, 8 updates per batch of 128 prompts; that code takes a mean
 over tokens and a dual clip at 3. Advantages are the paper's soft ones, which it prefers; recipe.branch.credit hard has
-the others. Its limit of tool calls and its reward for answers that used two tools are a run's."""
+the others. Its limit of tool calls and its reward for answers that used two tools are a run's.
+"""
 
 GIGPO = Recipe("gigpo", PRESETS["gigpo"])
 """Group-in-group policy optimisation (arXiv 2505.10978): turns that begin in equal states are compared by their
 discounted returns, in addition to whole episodes. ALFWorld and WebShop with Qwen2.5 of 1.5B and 7B, 8 episodes of each
 task. omega 1, gamma 0.95 and the KL of 0.01 are those of the authors' script for ALFWorld; that for WebShop divides by
-no deviation (recipe.algorithm.advantage.std False). The state is what the environment calls it: Step.state."""
+no deviation (recipe.algorithm.advantage.std False). The state is what the environment calls it: Step.state.
+"""
 
 MT_GRPO = Recipe("mt_grpo", PRESETS["mt_grpo"], paper=Updates(2))
 """Multi-turn GRPO (arXiv 2505.11821): the turns before an answer of the environment are compared by their own rewards,
 in addition to the outcome. TriviaQA with a search tool and Qwen2.5-7B, 21 episodes of each question. The coefficient 1,
-no KL and two updates of each batch are those of the authors' scripts."""
+no KL and two updates of each batch are those of the authors' scripts.
+"""
 
 RECIPES: dict[str, Recipe] = {
     recipe.name: recipe

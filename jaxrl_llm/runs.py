@@ -37,7 +37,8 @@ from jaxrl_llm.system.paths import COLLECTED, part_of
 class Trained:
     """A run and one of its checkpoints or snapshots. ``run``: with the paths of data and model resolved from the
     current folder; see ``on_this_machine``. ``directory``: the checkpoint's; that of step 0, the model that the run
-    began with, does not exist."""
+    began with, does not exist.
+    """
 
     run: Configuration
     directory: Path
@@ -56,7 +57,8 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
     """Find the run that ``RUN`` or ``RUN@STEP`` names; return None for others, such as a model's directory, which has a
     config.json too. ``tests``: whether its test settings must be complete, so that the files of a person's own classes
     are executed; else settings that do not concern the model may be ``Unsaveable`` in parts. InputError: neither a run
-    nor a model has this name; or the run lacks this checkpoint or needed settings, or is of another version."""
+    nor a model has this name; or the run lacks this checkpoint or needed settings, or is of another version.
+    """
     directory, _ = configs.split_step(name)
     path = directory / "config.json"
     if not path.is_file():
@@ -93,21 +95,24 @@ def find_run(name: str, tests: bool = False) -> Trained | None:
 
 def on_this_machine(run: Configuration) -> Configuration:
     """Return a run's settings without those of the machine that it was made for: its mesh, and how many rows of which
-    length its devices computed at a time, by which kernel; all are chosen anew."""
+    length its devices computed at a time, by which kernel; all are chosen anew.
+    """
     learner = run.learner.computing(microbatch_rows=0, row_tokens=0, attention="auto")
     return dataclasses.replace(run, mesh=MeshShape(), learner=learner)
 
 
 def mesh_here(shape: MeshShape) -> Mesh:
     """Make the mesh of a command that uses a model and trains none: over all devices. InputError: the shape does not
-    fit them, or sets some aside."""
+    fit them, or sets some aside.
+    """
     require(not shape.rollout, f"--mesh.rollout {shape.rollout} sets devices aside, and nothing learns: leave it out")
     return make_mesh(shape)
 
 
 def step_of(name: str) -> int:
     """Return the step of the checkpoint or snapshot that ``RUN@STEP`` names, or of the newest checkpoint of ``RUN``.
-    Step 0 is the model that the run began with. InputError: the run does not exist, or does not keep this step."""
+    Step 0 is the model that the run began with. InputError: the run does not exist, or does not keep this step.
+    """
     directory, step = configs.split_step(name)
     path = directory / "config.json"
     require(
@@ -131,7 +136,8 @@ def step_of(name: str) -> int:
 
 def find_start(name: str, carry: bool = False) -> configs.Start:
     """Find the step that ``step_of`` returns; for step 0 that of another run with whose weights the run began, if any.
-    ``carry``: as in ``Start``. InputError: as ``step_of``; or the run has nothing to carry there."""
+    ``carry``: as in ``Start``. InputError: as ``step_of``; or the run has nothing to carry there.
+    """
     directory, step = configs.split_step(name)[0], step_of(name)
     found = configs.read(directory / "config.json", own=False)
     if carry:
@@ -182,7 +188,8 @@ def current_phase(directory: Path) -> int:
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) by any name that ``load_pretrained`` knows, or by ``RUN`` or ``RUN@STEP``. A
     reward model is a ``ScalarModel``. With an abstract mesh the arrays are only shapes. InputError: the model cannot be
-    found, read or used; or its weights differ from those that the run in training began with."""
+    found, read or used; or its weights differ from those that the run in training began with.
+    """
     trained = find_run(name)
     if trained is not None and trained.step:
         return load_trained(trained, mesh, dtype)
@@ -194,7 +201,8 @@ def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
 
 def as_trained(run: Configuration, model: Any) -> Any:
     """Return the model that the run trains, from the model that it names. A reward-model run adds a scalar head, drawn
-    by its seed, to a model without one. InputError: another kind of run names a reward model."""
+    by its seed, to a model without one. InputError: another kind of run names a reward model.
+    """
     from jaxrl_llm.models.heads import ScalarModel, random_scalar_head, with_scalar_head
 
     scores = isinstance(model, ScalarModel)
@@ -207,14 +215,16 @@ def as_trained(run: Configuration, model: Any) -> Any:
 
 def architecture_of(name: str) -> ModelConfig:
     """Return the architecture of the model that ``load_model`` loads by this name; no weights are read. InputError: the
-    name or the architecture is unknown."""
+    name or the architecture is unknown.
+    """
     trained = find_run(configs.without_step(name))  # a resumed role no longer needs its step
     return model_config_of(name)[0] if trained is None else architecture_of(trained.run.model)
 
 
 def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) of a run's checkpoint; an adapter is merged. ``mesh``: as for ``load_model``.
-    ``dtype``: of the weights; None keeps that of training."""
+    ``dtype``: of the weights; None keeps that of training.
+    """
     from jaxrl_llm.models.decoder import cast
     from jaxrl_llm.models.lora import merge, with_adapter
 
@@ -269,7 +279,8 @@ def initial_model_of(trained: Trained) -> Trained:
 
 def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) that the run was trained from. ``mesh``: as for ``load_model``; for shapes any
-    step of another run will do. InputError: the model is missing; the line names the run."""
+    step of another run will do. InputError: the model is missing; the line names the run.
+    """
     name = configs.without_step(trained.run.model) if only_shapes(mesh) else trained.run.model
     with naming(f"the model that {trained.directory.parents[1]} was trained from"):
         return load_model(name, trained.run.learner.dtype, mesh)
@@ -279,7 +290,8 @@ def decide_model_versions(loaded: LoadedConfig, directory: Path, started: bool, 
     """Return the pins of a run at this start, by model name: those of its config.json, and current ones for others.
     Called by one process. ``started``: whether it has anything to lose: otherwise config.json may have other settings.
     ``start``: the step of another run with its first weights; None for those of the model. InputError: a model that
-    this start reads has changed or is missing."""
+    this start reads has changed or is missing.
+    """
     path = directory / "config.json"
     recorded: Mapping[str, Pin] = {}
     if started and path.exists():
@@ -318,7 +330,8 @@ def decide_model_versions(loaded: LoadedConfig, directory: Path, started: bool, 
 def keep_dependencies(loaded: LoadedConfig, directory: Path, say: Callable[[str], None]) -> list[tuple[Path, str]]:
     """Keep the steps of other runs that a run reads, and those that they were trained from, each once and beside it.
     Called by one process; gives back the runs with a note now, and the step's mark. What cannot be kept is told by
-    ``say``. ``loaded``: the run, with the pins from ``decide_model_versions`` in its origin."""
+    ``say``. ``loaded``: the run, with the pins from ``decide_model_versions`` in its origin.
+    """
     start = loaded.origin.start
     if not loaded.origin.models and not any(storage.place(directory / name).exists() for name in (NEEDS, DEPENDENTS)):
         return []
@@ -357,7 +370,8 @@ def path_of_version(pin: Pin, place: str, holders: Sequence[Path]) -> Path | Non
 
 def needs_base(run: configs.Configuration, directory: Path) -> bool:
     """Whether a run with a checkpoint still needs the weights of its model: below an adapter, to compare with, or to
-    collect its data again."""
+    collect its data again.
+    """
     collects = isinstance(run, FromData) and isinstance(run.data.source, Collected)
     lacks_data = collects and not (directory / COLLECTED).exists()
     return bool(run.learner.lora.rank) or isinstance(run, configs.Preference) or lacks_data
@@ -370,7 +384,8 @@ def needs_only_shapes(run: configs.Configuration, directory: Path) -> bool:
 
 def models_read(run: configs.Configuration, checkpoint: Path) -> dict[str, str]:
     """Return the models that a run reads from a checkpoint on, with the field that names each: without those of past
-    phases, and without the first weights of the policy and its roles."""
+    phases, and without the first weights of the policy and its roles.
+    """
     phases = range(len(configs.phases_of(run)))
     with contextlib.suppress(OSError, ValueError):  # a damaged checkpoint is passed over later
         phases = phases[phase_of(checkpoint) :] if len(phases) > 1 else phases
@@ -380,7 +395,8 @@ def models_read(run: configs.Configuration, checkpoint: Path) -> dict[str, str]:
 
 def current_version(place: str) -> Pin:
     """Return a pin of the current version: the newest checkpoint of ``RUN``; without a step for other models and
-    missing steps."""
+    missing steps.
+    """
     directory, step = configs.split_step(place)
     if not configs.is_run(directory / "config.json"):
         return Pin()
@@ -429,7 +445,8 @@ def model_checker(loaded: LoadedConfig, directory: Path, peers: Peers) -> Callab
     """Return a function that compares the weights of a model with its pin, or records their fingerprint in config.json.
     It takes the place from which a model was loaded, its dtype, and the model; InputError: the weights differ from
     those of the previous start. ``loaded``: the run, with the pins from ``decide_model_versions`` in its origin.
-    ``peers``: all of them read, and the first one decides and writes."""
+    ``peers``: all of them read, and the first one decides and writes.
+    """
     models = dict(loaded.origin.models)
     names = {place_of(name, loaded.origin, loaded.directory): name for name in models}
 

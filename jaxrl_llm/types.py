@@ -13,7 +13,8 @@ name              distribution                                                  
 ``old_logp``      the policy at the start of this batch's updates, in the learner             no
 ``sampler_logp``  the distribution that the engine really sampled from                        no
 ``ref_logp``      the frozen reference                                                        no
-================  ==========================================================================  ========"""
+================  ==========================================================================  ========
+"""
 
 import dataclasses
 import functools
@@ -24,7 +25,8 @@ import numpy as np
 
 Message = dict[str, Any]
 """One chat message: ``{"role": "user", "content": "..."}``; an assistant's may have ``tool_calls`` and reasoning, a
-tool's ``name`` and ``tool_call_id``."""
+tool's ``name`` and ``tool_call_id``.
+"""
 CHAT, OPTIONS = "prompt_is_chat", "prompt_options"
 """Keys in a problem's metadata: of a row whose prompt is chat messages rather than text; and ``Problem.options``."""
 MEAN_OF_TASKS = "average"
@@ -39,7 +41,8 @@ NOT_FINITE = "not_finite/"
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prompt:
     """A model's whole input before it answers: ``tokens``, int32[p], and further ``arrays`` by name, [p, ...] each: one
-    entry for each token. Two prompts are equal if their keys are."""
+    entry for each token. Two prompts are equal if their keys are.
+    """
 
     tokens: np.ndarray
     arrays: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)

@@ -1,5 +1,6 @@
 """Objectives as values: an algorithm is composed of five small pure functions. ``PRESETS`` has one ``Algorithm`` per
-published loss; ``dataclasses.replace`` makes a variant."""
+published loss; ``dataclasses.replace`` makes a variant.
+"""
 
 from jaxrl_llm.algorithms import advantages, kl, preference, ratios, reduce, surrogates
 from jaxrl_llm.algorithms.advantages import (

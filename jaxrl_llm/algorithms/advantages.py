@@ -60,7 +60,8 @@ class GroupedRewards(NamedTuple):
 
     def centred(self) -> tuple[jax.Array, jax.Array]:
         """Return ``R_i - mean_group`` (exactly 0 if invalid or all are equal) and each group's number of scored
-        rewards."""
+        rewards.
+        """
         count = self.by_group(jnp.sum, self.valid.astype(self.rewards.dtype))
         mean = self.by_group(jnp.sum, self.rewards) / jnp.maximum(count, 1)
         high = self.by_group(jnp.max, jnp.where(self.valid, self.rewards, -jnp.inf), -jnp.inf)
@@ -70,7 +71,8 @@ class GroupedRewards(NamedTuple):
 
 def group_rewards(rewards: FloatPG, context: AdvantageContext | None, grouped: bool = True) -> GroupedRewards:
     """Group the rewards of the global batch: by the rows of [P, G], or by ``context.group_ids`` where given. An
-    estimator that does not compare completions of one prompt passes ``grouped=False`` and may pass [B] as well."""
+    estimator that does not compare completions of one prompt passes ``grouped=False`` and may pass [B] as well.
+    """
     rewards = as_array(rewards, "rewards", "any")
     ids = None if context is None else context.group_ids
     if ids is None:
@@ -111,7 +113,8 @@ def clean_step_rewards(context: AdvantageContext | None, owner: str, mask: jax.A
 
 def whiten(x: jax.Array, counts: jax.Array, ddof: int = 1, eps: float = 1e-8) -> jax.Array:
     """Return ``(x - mean) / sqrt(var + eps)`` of ``x``, any shape, over the entries that count (``counts``, bool of
-    that shape), 0 elsewhere; exactly 0 if all are equal. ``n / (n - 1)`` of a single entry is never formed."""
+    that shape), 0 elsewhere; exactly 0 if all are equal. ``n / (n - 1)`` of a single entry is never formed.
+    """
     count = jnp.sum(counts, dtype=x.dtype)
     mean = jnp.sum(jnp.where(counts, x, 0)) / jnp.maximum(count, 1)
     centre = jnp.where(counts, x - mean, 0)
@@ -136,7 +139,8 @@ def gae(
     rewards: jax.Array, values: jax.Array, mask: jax.Array, gamma: float, lam: float, after: jax.Array
 ) -> jax.Array:
     """Compute generalised advantages float[B, T] of token rewards and values [B, T] (see ``advantages.GAE``).
-    ``after``: values [B] of the states after the last tokens. The result is 0 where the mask is False."""
+    ``after``: values [B] of the states after the last tokens. The result is 0 where the mask is False.
+    """
 
     def back(later: tuple[jax.Array, jax.Array], now: tuple[jax.Array, ...]) -> tuple[Any, jax.Array]:
         value_after, advantage_after = later
@@ -225,7 +229,8 @@ class Estimator:
 @dataclasses.dataclass(frozen=True)
 class GroupMean(Estimator):
     """``A_i = R_i - mean(R)``: Dr. GRPO (arXiv 2503.20783), also Kimi k1.5, DeepSeek-V3.2 and MiniRL. The mean includes
-    the completion itself, so the policy gradient is 1 - 1/G of the unbiased one."""
+    the completion itself, so the policy gradient is 1 - 1/G of the unbiased one.
+    """
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
         """Return float[P, G] for rewards float[P, G]."""
@@ -236,7 +241,8 @@ class GroupMean(Estimator):
 class GroupZScore(Estimator):
     """``A_i = (R_i - mean(R)) / (std(R) + eps)``: GRPO (arXiv 2402.03300, section 4.1.2). The paper specifies neither
     the deviation nor eps. Ours is the sample deviation (ddof 1) with 1e-6, as in verl; TRL adds 1e-4. ``jnp.std``
-    defaults to the population's (ddof 0), which scales A by sqrt(G / (G - 1))."""
+    defaults to the population's (ddof 0), which scales A by sqrt(G / (G - 1)).
+    """
 
     ddof: Annotated[int, AT_LEAST_0] = 1
     eps: Annotated[float, AT_LEAST_0] = 1e-6
@@ -262,7 +268,8 @@ class LeaveOneOut(Estimator):
 class BatchScaled(Estimator):
     """``A_i = (R_i - mean_group(R)) / (std_batch + eps)``: Lite-PPO (arXiv 2508.08221). ``of="rewards"`` divides by the
     deviation of the raw rewards over the batch (TRL's ``scale_rewards="batch"``), ``"advantages"`` by that of the
-    centred rewards (ScaleRL, arXiv 2510.13786; ms-swift's REINFORCE++-baseline)."""
+    centred rewards (ScaleRL, arXiv 2510.13786; ms-swift's REINFORCE++-baseline).
+    """
 
     of: Literal["rewards", "advantages"] = "rewards"
     ddof: Annotated[int, AT_LEAST_0] = 1
@@ -282,7 +289,8 @@ class BatchScaled(Estimator):
 class GDPO(Estimator):
     """Group-normalised rewards, summed with weights, then normalised over the batch (arXiv 2601.05242). A sum of raw
     rewards would drown those of small scale. ``weights``: one for each reward; () gives each 1, and in a run the
-    reward's own."""
+    reward's own.
+    """
 
     weights: tuple[float, ...] = ()
     ddof: Annotated[int, AT_LEAST_0] = 1
@@ -409,7 +417,8 @@ class GAE(Estimator):
 
     def with_returns(self, rewards: FloatPG, context: AdvantageContext | None = None) -> tuple[jax.Array, jax.Array]:
         """Return advantages and the critic's targets, ``A_t + V_t`` of the advantages before whitening; [B, T] each.
-        Both are 0 where the mask is False and where the reward is unscorable."""
+        Both are 0 where the mask is False and where the reward is unscorable.
+        """
         groups = group_rewards(rewards, context, False)
         mask, values = context_arrays(context, "GAE", groups.rewards.size, "mask", "values")
         counts = mask & groups.valid.reshape(-1, 1)
@@ -470,7 +479,8 @@ class KLInReward(Estimator):
 
     def penalised(self, rewards: FloatPG, context: AdvantageContext | None, coef: ArrayLike) -> tuple[jax.Array, Any]:
         """Return rewards and context with the penalty added to the outcome, or to ``step_rewards`` at each token.
-        ``coef`` may be traced, for controllers."""
+        ``coef`` may be traced, for controllers.
+        """
         rewards = as_array(rewards, "rewards", "any")
         arrays = context_arrays(context, "a KL in the reward", rewards.size, "mask", "old_logp", "ref_logp")
         mask, *logps = arrays
@@ -556,7 +566,8 @@ class Turns(NamedTuple):
 
 def split_turns(rewards: jax.Array, context: AdvantageContext | None, owner: str) -> Turns:
     """Return the turns in ``context.turn_rewards``: none of completions with an unscorable reward (NaN); of completions
-    that the loss leaves out theirs, since their rewards count."""
+    that the loss leaves out theirs, since their rewards count.
+    """
     groups = group_rewards(rewards, context)
     mask, turn_rewards = context_arrays(context, owner, groups.rewards.size, "mask", "turn_rewards")
     ends = ~jnp.isnan(turn_rewards) & groups.valid.reshape(-1, 1)

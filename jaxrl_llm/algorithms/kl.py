@@ -108,7 +108,8 @@ TeacherSignal = SampledKL | JensenShannon
 
 def top_classes(logp: jax.Array, ids: jax.Array) -> jax.Array:
     """Return log-probabilities [..., k + 1] of the tokens ``ids`` [..., k], and of all others as one class. The mass of
-    the others is summed, not subtracted from 1, so that it keeps its digits. ``logp``: [..., V], V > k."""
+    the others is summed, not subtracted from 1, so that it keeps its digits. ``logp``: [..., V], V > k.
+    """
     chosen = jnp.take_along_axis(logp, ids, axis=-1)
     rest = jax.nn.logsumexp(jnp.put_along_axis(logp, ids, -jnp.inf, axis=-1, inplace=False), axis=-1, keepdims=True)
     return jnp.concatenate([chosen, rest], axis=-1)
@@ -116,7 +117,8 @@ def top_classes(logp: jax.Array, ids: jax.Array) -> jax.Array:
 
 def spread_slopes(slopes: jax.Array, logp: jax.Array, classes: jax.Array, ids: jax.Array) -> jax.Array:
     """Return derivatives [..., V] by the logits of all tokens from those by classes [..., k + 1] of ``top_classes``.
-    The tokens of the last class share its derivative by their probabilities. ``classes``: its result for ``logp``."""
+    The tokens of the last class share its derivative by their probabilities. ``classes``: its result for ``logp``.
+    """
     shared = slopes[..., -1:] * jnp.exp(logp - classes[..., -1:])
     return jnp.put_along_axis(shared, ids, slopes[..., :-1], axis=-1, inplace=False)
 
@@ -152,7 +154,8 @@ class K2:
 class K3:
     """``rho - 1 - log rho`` with ``rho = ref / policy``: GRPO (arXiv 2402.03300, eq. 4); never negative. ``clip``
     bounds the estimate, after clamping the log ratio to ±20, as verl does with 10. ``expm1`` keeps the digits that
-    ``exp(d) - d - 1`` loses near 0."""
+    ``exp(d) - d - 1`` loses near 0.
+    """
 
     clip: Annotated[float | None, ABOVE_0] = None
 
@@ -183,7 +186,8 @@ class UnbiasedK3:
 
     def __call__(self, logp: jax.Array, ref_logp: jax.Array, log_ratio: jax.Array | None = None) -> jax.Array:
         """Return the estimate [B, T]; all arguments are [B, T]. ``log_ratio`` is the token's own, of the live policy to
-        the one that sampled it; None means on-policy, a ratio of 1 with gradient."""
+        the one that sampled it; None means on-policy, a ratio of 1 with gradient.
+        """
         logp, ref_logp = _check_shapes(logp, ref_logp, log_ratio)
         log_ratio = logp - jax.lax.stop_gradient(logp) if log_ratio is None else log_ratio
         return jnp.exp(log_ratio) * K3()(logp, ref_logp)
@@ -200,7 +204,8 @@ class AdaptiveKL:
     """PPO's rule (arXiv 1707.06347, section 4): halve the coefficient below target / 1.5, double it above 1.5 target.
     ``target``: nats per token of KL(old || policy) for ``PenaltyKL``, of KL(policy || reference) otherwise. Both
     controllers change ``policy_loss``'s ``kl_coef``, which may be traced, never the algorithm, so nothing is
-    recompiled."""
+    recompiled.
+    """
 
     target: Annotated[float, ABOVE_0] = 0.01
 
@@ -218,7 +223,8 @@ class AdaptiveKL:
 class ProportionalKL:
     """The rule of Ziegler et al. 2019 (arXiv 1909.08593): ``coef *= 1 + clip(kl / target - 1, -0.2, 0.2) * completions
     / horizon``. ``target``: nats per sequence, the sum over its tokens (the paper's 6), of the KL that ``AdaptiveKL``
-    takes per token. ``horizon``: completions."""
+    takes per token. ``horizon``: completions.
+    """
 
     target: Annotated[float, ABOVE_0] = 6.0
     horizon: Annotated[int, ABOVE_0] = 10000

@@ -225,7 +225,8 @@ def whole_step(algorithm: Algorithm, logp: FloatBT, batch: PolicyBatch, entropy:
     """Return the arrays [B, T], by name, that pieces compute over all tokens of an optimiser step; {} for most
     algorithms. Arguments are those of ``policy_loss``, which computes them over its own batch unless ``batch.extras``
     has them: who splits a step computes them first, over all of it, and gives each microbatch its part. Nothing has a
-    gradient."""
+    gradient.
+    """
     at = _prepare_tokens(algorithm, jax.lax.stop_gradient(logp), batch, algorithm.kl_coef, entropy)
     return _over_step(algorithm.chooses, at)
 

@@ -1,5 +1,6 @@
 """Losses on preferences and steps: DPO, IPO, SimPO, ORPO, KTO, Bradley-Terry, process rewards, and the pretraining
-loss."""
+loss.
+"""
 
 import dataclasses
 from typing import Annotated, Any, ClassVar, Literal
@@ -26,7 +27,8 @@ from jaxrl_llm.system.setting import Range
 
 def sequence_logp(logp: FloatBT, mask: FloatBT) -> jax.Array:
     """Return each completion's log-probability [B]: the sum of ``logp``, float[B, T], nats, where ``mask`` [B, T] is
-    1."""
+    1.
+    """
     logp = as_array(logp, "logp")
     check_rank(2, logp=logp)
     keep = as_mask(mask, logp.shape, "mask")
@@ -214,7 +216,8 @@ def solution_score(steps: np.ndarray, by: Literal["product", "minimum", "last"])
 def step_differences(scores: np.ndarray, start: float = 0.0) -> np.ndarray:
     """Return rewards ``s_j - s_{j-1}`` of the steps of a solution, from their scores [n]. They telescope to
     ``s_last - start``: potential-based shaping, which more steps cannot farm, unlike the sum of the scores. ``start``
-    is s_0, the score of a prompt; 0 gives the first step its whole score."""
+    is s_0, the score of a prompt; 0 gives the first step its whole score.
+    """
     return np.diff(scores, prepend=scores.dtype.type(start))
 
 
@@ -222,7 +225,8 @@ def pretraining_loss(logp: FloatBT, mask: FloatBT, token_count: ArrayLike | None
     """Return ``-mean_t(logp)`` of text, PPO-ptx's term (arXiv 2203.02155, eq. 2), for the policy loss to add.
     InstructGPT's coefficient 27.8 belongs to its own reduction and does not carry over to a token mean. ``logp``:
     float[B, T], nats, with gradient; ``mask``: [B, T]; ``token_count``: of the whole step, None for this batch's
-    own."""
+    own.
+    """
     logp = as_array(logp, "logp")
     check_rank(2, logp=logp)
     keep = as_mask(mask, logp.shape, "mask")

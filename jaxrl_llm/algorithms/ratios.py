@@ -20,7 +20,8 @@ Level = Literal["token", "sequence", "geometric"]
 class Token:
     """``log r_t = logp_t - old_t``: PPO (arXiv 1707.06347) and GRPO, one ratio for each token. ``anchor="sampler"``
     divides by the sampler's probability instead, for both kinds of drift at once: DeepSeek-V3.2 (arXiv 2512.02556, eq.
-    5)."""
+    5).
+    """
 
     anchor: Literal["old", "sampler"] = "old"
     level = "token"
@@ -47,7 +48,8 @@ class Sequence:
 @dataclasses.dataclass(frozen=True)
 class SequenceToken:
     """``sg[s] * pi / sg[pi]``: GSPO's ratio in value, the token's own in gradient (arXiv 2507.18071, eq. 14). With one
-    advantage for the whole sequence its gradient is GSPO's; it permits an advantage for each token."""
+    advantage for the whole sequence its gradient is GSPO's; it permits an advantage for each token.
+    """
 
     anchor = "old"
     level = "sequence"
@@ -63,7 +65,8 @@ def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
     Logarithms are summed and exponentiated once, at the end. A product grows with length: 0.012 nats per token give a
     factor of 3.3 after 100 tokens. "sequence" is the product in TRL, verl and slime, the geometric mean in ms-swift.
     Only the product, without a cap, gives in expectation the loss on samples of the old policy; by token, prefixes stay
-    the sampler's, with less variance."""
+    the sampler's, with less variance.
+    """
     log_w = clamp_log_ratio(at.old_logp, mu_logp(at, owner))
     if level == "token":
         return jnp.exp(log_w)
@@ -74,7 +77,8 @@ def mismatch(at: Tokens, level: Level, owner: object) -> jax.Array:
 @dataclasses.dataclass(frozen=True)
 class TruncatedIS:
     """``min(w, cap)``: truncated importance sampling of the gap between training and inference. Yao et al. 2025, "Your
-    efficient RL framework secretly brings you off-policy RL training"; cap 2 as in TRL, verl and slime."""
+    efficient RL framework secretly brings you off-policy RL training"; cap 2 as in TRL, verl and slime.
+    """
 
     cap: Annotated[float, ABOVE_0] = 2.0
     level: Level = "token"
@@ -90,7 +94,8 @@ class TruncatedIS:
 class MaskedIS:
     """``w`` where ``low <= w <= high``, else 0: masked importance sampling; with (0.5, 5) by token it is IcePop. Masked
     tokens stay in the loss's counts, as in TRL and OpenRLHF; verl's rejection rewrites the mask, so that its counts
-    shrink."""
+    shrink.
+    """
 
     low: float = 0.5
     high: float = 2.0
@@ -109,7 +114,8 @@ class MaskedIS:
 @dataclasses.dataclass(frozen=True)
 class SequenceMask:
     """``w`` by token if the geometric mean of w over its sequence is in [low, high], else 0 (ProRL v2.1's
-    seq-mask-tis). Masked sequences stay in the counts."""
+    seq-mask-tis). Masked sequences stay in the counts.
+    """
 
     low: float = 0.999
     high: float = 1.002
@@ -127,7 +133,8 @@ class SequenceMask:
 class OffPolicySequenceMask:
     """A filter: 0 for sequences with ``A_i < 0`` and ``mean_t (mu - logp) > delta``, else 1 (DeepSeek-V3.2, arXiv
     2512.02556, eq. 9). It multiplies the policy term only; the KL and the counts stay. The paper publishes no delta;
-    0.5 nats is TRL's advice. Where advantages differ by token, A_i is their mean."""
+    0.5 nats is TRL's advice. Where advantages differ by token, A_i is their mean.
+    """
 
     delta: Annotated[float, AT_LEAST_0] = 0.5
 

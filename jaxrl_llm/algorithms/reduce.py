@@ -30,7 +30,8 @@ from jaxrl_llm.algorithms.tokens import ABOVE_0, as_array, check_rank, check_sel
 
 class Reducer:
     """The interface of a reducer, which gives each token its weight; a new one overrides ``weight``. Weights depend on
-    lengths and counts alone, so that loss and gradient can be computed in one pass over the batch."""
+    lengths and counts alone, so that loss and gradient can be computed in one pass over the batch.
+    """
 
     def weight(self, lengths: jax.Array, token_count: jax.Array, sequence_count: jax.Array) -> jax.Array:
         """Return the weight of a valid token, a scalar or [B, 1] by sequence; ``lengths`` [B, 1] are in tokens."""
@@ -80,7 +81,8 @@ class SequenceSum(Reducer):
 @dataclasses.dataclass(frozen=True)
 class ConstantLength(Reducer):
     """``sum(loss) / (sequence_count * length)``: Dr. GRPO as coded (arXiv 2503.20783). ``length`` is the generation
-    budget in tokens, constant over training; for None the trainer fills in the run's."""
+    budget in tokens, constant over training; for None the trainer fills in the run's.
+    """
 
     length: Annotated[int | None, ABOVE_0] = None
 
@@ -97,7 +99,8 @@ class ConstantLength(Reducer):
 def totals(*arrays: jax.Array) -> list[jax.Array]:
     """Sum each array, all of one shape, in one pass over memory if the compiler supports it. For GPUs and TPUs XLA
     fuses such sums by itself, also with the computation of their operands; for CPUs it materialises each operand unless
-    one reduction takes them all. The barrier keeps that reduction whole where only some of its sums are used."""
+    one reduction takes them all. The barrier keeps that reduction whole where only some of its sums are used.
+    """
     return jax.lax.platform_dependent(*arrays, cpu=_sum_together, default=lambda *xs: [jnp.sum(x) for x in xs])
 
 

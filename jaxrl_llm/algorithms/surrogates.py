@@ -103,7 +103,8 @@ class Likelihood(Surrogate):
 class Unclipped(Surrogate):
     """``-r A``: the unclipped surrogate objective (arXiv 1707.06347, eq. 6). However old the samples are, its expected
     gradient is that of ``sum P_old(prefix) pi(token | prefix) A_old``, which equals that of the expected reward at the
-    old policy, and anywhere for completions of one token, but not for longer ones."""
+    old policy, and anywhere for completions of one token, but not for longer ones.
+    """
 
     def __call__(self, at: Tokens) -> jax.Array:
         """Return losses [B, T]."""
@@ -114,7 +115,8 @@ class Unclipped(Surrogate):
 class PPOClip(Surrogate):
     """``-min(r A, clip(r, 1 - low, 1 + high) A)``: PPO (arXiv 1707.06347, eq. 7). ``high > low`` is DAPO's clip-higher
     (arXiv 2503.14476, eq. 8). ``dual`` bounds the loss of negative advantages at ``-dual * A`` (arXiv 1912.09729);
-    None, as in the papers above, leaves it unbounded. verl defaults to dual=3."""
+    None, as in the papers above, leaves it unbounded. verl defaults to dual=3.
+    """
 
     low: Annotated[float, AT_LEAST_0] = 0.2
     high: Annotated[float, AT_LEAST_0] = 0.2
@@ -140,7 +142,8 @@ class PPOClip(Surrogate):
 class CISPO(Surrogate):
     """``-sg[clip(r, ratio_min, ratio_max)] A logp``: MiniMax-M1 (arXiv 2506.13585, eq. 4). Both bounds are absolute
     ratios. The paper has no lower bound and does not publish its upper one; 5.0 is TRL's and ScaleRL's. verl and slime
-    give the bound as its distance from 1. The gradient never vanishes."""
+    give the bound as its distance from 1. The gradient never vanishes.
+    """
 
     ratio_max: float = 5.0
     ratio_min: float = 0.0
@@ -208,7 +211,8 @@ class MirrorDescent(Surrogate):
 class MiniRL(Surrogate):
     """``-M sg[min(pi / mu, cap)] A logp``: "Stabilizing reinforcement learning with LLMs" (arXiv 2512.01374, eq. 5 to
     7). The weight is against the sampler, the clip against the old policy: M is 0 where PPO's clip would cut the
-    gradient."""
+    gradient.
+    """
 
     low: Annotated[float, AT_LEAST_0] = 0.2
     high: Annotated[float, AT_LEAST_0] = 0.27
@@ -314,7 +318,8 @@ class VESPO(Surrogate):
 class GMPO(Surrogate):
     """``-A exp(mean_t clip(log r_t))`` for each sequence: geometric-mean policy optimisation (arXiv 2507.20673). The
     clip is of each token, before the mean (GSPO's comes after it), in logarithms, and on the side that the advantage
-    pushes to: ``min(log r, high)`` for A > 0, ``max(log r, -low)`` for A < 0."""
+    pushes to: ``min(log r, high)`` for A > 0, ``max(log r, -low)`` for A < 0.
+    """
 
     low: Annotated[float, AT_LEAST_0] = 0.4
     high: Annotated[float, AT_LEAST_0] = 0.4
@@ -337,7 +342,8 @@ class GMPO(Surrogate):
 class LUSPO(Surrogate):
     """``L_i`` times PPO's clipped loss: length-unbiased sequence policy optimisation (arXiv 2602.05261). With a
     sequence ratio and SequenceMean, GSPO's pieces, every token has the weight 1 / sequences, whatever its sequence's
-    length."""
+    length.
+    """
 
     low: Annotated[float, AT_LEAST_0] = 2e-3
     high: Annotated[float, AT_LEAST_0] = 2.5e-3
@@ -400,7 +406,8 @@ class M2PO(WholeStepSurrogate):
 class M2POClip(WholeStepSurrogate):
     """PPO's clip to ``[min(e^-c, 1 - low), max(e^c, 1 + high)]``: M2PO as in its authors' code (arXiv 2510.01161). c is
     the largest ``|log r|`` of a harmful token (A > 0 and r > 1, or A < 0 and r < 1) at which the mean of
-    ``min(|log r|, c)^2`` over the harmful tokens is at most ``threshold``; 0 without one."""
+    ``min(|log r|, c)^2`` over the harmful tokens is at most ``threshold``; 0 without one.
+    """
 
     threshold: Annotated[float, ABOVE_0] = 0.04
     low: Annotated[float, Range("[0, 1)")] = 0.3
@@ -486,7 +493,8 @@ class ClipCov(WholeStepSurrogate):
 class KLCov(WholeStepSurrogate):
     """``-r A``, plus ``coef |log r|`` for the max(1, share N) tokens of the highest cov: KL-Cov (arXiv 2505.22617). cov
     as in ``ClipCov``. The paper writes a KL; this is its code's penalty, which has no gradient at r = 1. There is no
-    clip. ``coef`` is that of verl's recipe."""
+    clip. ``coef`` is that of verl's recipe.
+    """
 
     share: Annotated[float, SHARE] = 2e-4
     coef: Annotated[float, AT_LEAST_0, FINITE] = 0.1
@@ -512,7 +520,8 @@ class KLCov(WholeStepSurrogate):
 class TopEntropy:
     """A filter: 1 for tokens whose entropy is in the top ``share`` of the step's, else 0 (arXiv 2506.01939). Kept are
     those at or above the (1 - share) quantile, interpolated linearly, of the current policy's entropy without a
-    gradient. It multiplies the policy term only; the KL and the counts stay."""
+    gradient. It multiplies the policy term only; the KL and the counts stay.
+    """
 
     share: Annotated[float, SHARE] = 0.2
     of_step: ClassVar[str] = "entropy_top"
@@ -552,7 +561,8 @@ LOTS = "lots"
 
 def lots_of(tokens: np.ndarray, number: int) -> np.ndarray:
     """Return a whole number below 2^24 for each token, uint32[T], that looks drawn at random: a hash of the token, its
-    position, and the completion's number in the step. Unlike log-probabilities it is the same on every mesh."""
+    position, and the completion's number in the step. Unlike log-probabilities it is the same on every mesh.
+    """
     places = np.arange(len(tokens), dtype=np.uint32)
     mixed = tokens.astype(np.uint32) * np.uint32(0x9E3779B1) ^ places * np.uint32(0x85EBCA77)
     return _hash_bits(mixed ^ np.uint32(number * 0xC2B2AE3D & 0xFFFFFFFF)) >> np.uint32(8)
@@ -566,7 +576,8 @@ def _hash_bits(x: Any) -> Any:
 
 def random_numbers(at: Tokens) -> jax.Array:
     """Return a number for each token that looks drawn at random, uint32[B, T]: that of ``lots_of`` where the batch has
-    it, else a hash of the sampler's log-probability (or the old policy's), the advantage and the position."""
+    it, else a hash of the sampler's log-probability (or the old policy's), the advantage and the position.
+    """
     if at.extras and LOTS in at.extras:
         return at.extras[LOTS].astype(jnp.uint32)
     behaviour_logp = at.old_logp if at.sampler_logp is None else at.sampler_logp

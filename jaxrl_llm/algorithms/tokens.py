@@ -56,7 +56,8 @@ class Tokens(NamedTuple):
     @property
     def lengths(self) -> jax.Array:
         """Return the number of valid tokens of each sequence, [B, 1]. It is counted in integers, which compilers do
-        without materialising the mask."""
+        without materialising the mask.
+        """
         return jnp.sum(self.mask > 0, axis=1, keepdims=True, dtype=jnp.int32).astype(self.mask.dtype)
 
     def total(self, x: jax.Array) -> jax.Array:
@@ -163,7 +164,8 @@ def divisor(number: Any, counted: jax.Array, name: str, dtype: Any) -> jax.Array
 
 def check_self(piece: Any) -> None:
     """Refuse a value unless its fields lie in the ranges, and among the literals, of their annotations. A class of
-    values takes it as its ``__post_init__``."""
+    values takes it as its ``__post_init__``.
+    """
     owner = type(piece).__name__
     try:
         check_fields(piece, f"{owner}.")

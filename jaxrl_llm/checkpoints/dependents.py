@@ -1,7 +1,8 @@
 """Steps that other runs depend on: a run keeps those of other runs that it needs, and leaves a note beside each.
 ``RUN/needs/OTHER-MARK`` is a run to all who read it: the config.json of the other run, and the step of it whose files
 have this mark (``integrity.mark``), as hard links where the disk allows it. ``OTHER/dependents`` holds a note for each
-such step of each run, so that it stays as long as the dependent run exists."""
+such step of each run, so that it stays as long as the dependent run exists.
+"""
 
 import contextlib
 import json
@@ -34,7 +35,8 @@ MOST_COPIED = 20 * 10**9
 
 def kept_copy(holder: Path, run: Path, step: int, was: str) -> Path | None:
     """Return the copy of a run's step that a run keeps, itself a run's folder; None without a whole one. ``holder``:
-    its folder, or a copy, which has its own needs beside it."""
+    its folder, or a copy, which has its own needs beside it.
+    """
     place = storage.refreshed(_shelf(holder) / _name(run, step, was))
     return place if (place / "config.json").is_file() else None
 
@@ -51,7 +53,8 @@ def keep_copy(holder: Path, run: Path, source: Path, step: int, was: str, most: 
     """Keep a copy of a run's step, whole or not at all; return why it is only named, or an empty string. ``holder``: as
     for ``kept_copy``. ``run``: by whose name it is kept. ``source``: the folder of ``step``; that of step 0, of which
     config.json is all, does not exist. ``was``: the mark of its files. ``most``: bytes to copy, where there can be no
-    hard links."""
+    hard links.
+    """
     final = _shelf(holder) / _name(run, step, was)
     needed, stored, uploaded = recorded_sums(source), storage.address(source), storage.address(final)
     part = (cache_directory() / final.name if uploaded else final).with_name(f".{final.name}.part")
@@ -112,7 +115,8 @@ def drop_copies(holder: Path, marks: Collection[str]) -> None:
 
 def write_note(run: Path, was: str, dependent: Path, there: bool = True) -> None:
     """Leave a note in a run's folder, where it can be written, that another one depends on the step with this mark; not
-    ``there``: take it away again."""
+    ``there``: take it away again.
+    """
     name, url = storage.named(dependent.absolute()), storage.address(run)
     with contextlib.suppress(OSError, InputError), storage.reaching(url) if url else contextlib.nullcontext():
         place = storage.place(run / DEPENDENTS / f"{was}-{zlib.crc32(name.encode()):08x}")

@@ -3,7 +3,8 @@
 Snapshots are models that it keeps for good, in ``snapshots/STEP``, saved at a reset or a new phase; and in
 ``best/STEP`` the one of its best evaluation, as of its end and as of each checkpoint that it may resume from. A
 snapshot has only the parameters of every role, and the fingerprint of its weights in place of a frozen base. It is
-written as a checkpoint is, and read by the same functions."""
+written as a checkpoint is, and read by the same functions.
+"""
 
 import contextlib
 import itertools
@@ -30,7 +31,8 @@ DAMAGED = "damaged"
 def keep(directory: Path, step: int, state: TrainState, phase: int = 0, folder: str = SNAPSHOTS) -> None:
     """Write ``RUN/snapshots/STEP``, or another folder's; it is complete when this returns. ``phase``: the number of the
     phase that begins with it, or that it is in. An existing snapshot of the step, from before the run was resumed at an
-    earlier one, is replaced. No checkpoint may be in writing."""
+    earlier one, is replaced. No checkpoint may be in writing.
+    """
     with Checkpoints(directory / folder, None) as snapshots:
         snapshots.save(step, snapshot_of(state), {"phase": phase})
 
@@ -61,7 +63,8 @@ def kept(directory: Path) -> dict[int, Path]:
 def standing(run: Path, step: int, was: str, *holders: Path) -> Path | None:
     """Return the folder with a step of a run as it was: in ``run``, a folder that may be gone, or a copy; None without
     any. ``step``: 0 for the model that it began with. ``was``: the mark of its files then. ``holders``: runs, or copies
-    of runs, that may keep one."""
+    of runs, that may keep one.
+    """
     with contextlib.suppress(InputError):  # its storage cannot be reached
         if (storage.refreshed(run) / "config.json").is_file():
             place = kept(run).get(step)
@@ -99,7 +102,8 @@ def listed(directory: Path) -> str:
 def newest_whole(directory: Path, peers: Peers = ALONE) -> tuple[int | None, str]:
     """Return the newest whole checkpoint of a run, None without any, and a line about the damaged ones. Damaged ones
     are renamed to ``checkpoints/STEP.damaged``, so that their steps can be saved again. ``peers``: processes that call
-    this together; each reads a part of the files. InputError: all checkpoints are damaged: they stay where they are."""
+    this together; each reads a part of the files. InputError: all checkpoints are damaged: they stay where they are.
+    """
     damaged = {}
     newest = None
     for step in reversed(peers.first(lambda: steps_in(directory / CHECKPOINTS))):
@@ -131,7 +135,8 @@ def _put_aside(place: Path) -> None:
 
 def check_whole(step: Path) -> None:
     """Refuse a checkpoint or snapshot that differs from its checksums. InputError: names the first bad file, and the
-    other steps that the run keeps."""
+    other steps that the run keeps.
+    """
     why = fault(step)
     if why:
         run = step.parents[1]

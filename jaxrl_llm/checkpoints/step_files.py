@@ -39,7 +39,8 @@ def object_steps(path: Path) -> list[int]:
 
 def object_sums(step: Path) -> Sums:
     """Return sizes and checksums of the objects in the folders of a step, as the storage knows them. InputError: the
-    storage cannot be reached."""
+    storage cannot be reached.
+    """
     url = storage.address(step)
     files = storage.system(url)
     with storage.reaching(url):
@@ -126,7 +127,8 @@ def mark(step: Path) -> str:
 
 def fault(step: Path, part: int = 0, parts: int = 1) -> str:
     """Describe the first bad file of a step; return an empty string if all are intact. Files are read in so many
-    ``parts``, of which this call reads number ``part``; all sizes are compared."""
+    ``parts``, of which this call reads number ``part``; all sizes are compared.
+    """
     recorded = recorded_sums(step)
     if not recorded:
         return f"its {CHECKSUMS} is missing or unreadable"

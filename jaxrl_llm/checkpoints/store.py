@@ -1,7 +1,8 @@
 """Checkpoints: everything that a run needs to resume, written by Orbax in the background, with checksums. A checkpoint
 is one flat dict of arrays, named by path (``policy/blocks/attn/q``), and one JSON object of host state: data cursor,
 surplus and unfinished groups, evaluations so far. Arrays of the host state, such as stored answers, are in a file next
-to it. Random numbers need no state: they are functions of the run's seed and of counters."""
+to it. Random numbers need no state: they are functions of the run's seed and of counters.
+"""
 
 import contextlib
 import dataclasses
@@ -37,7 +38,8 @@ from jaxrl_llm.types import Role, TrainState
 
 def flatten(state: TrainState) -> dict[str, Any]:
     """Return the arrays of a state by path, with fingerprints of the weights in place of a frozen base (``base/...``).
-    Wrappers of the model library leave no trace in the names."""
+    Wrappers of the model library leave no trace in the names.
+    """
     bases = {name: role.base for name, role in state.roles.items() if role.base is not None}
     for name, base in bases.items():
         only_shapes = isinstance(jax.tree.leaves(base)[0], jax.ShapeDtypeStruct)
@@ -103,7 +105,8 @@ class Checkpoints(contextlib.AbstractContextManager):
     """Owner of a run's ``checkpoints`` folder; a step is there completely or not at all. Close it, or use ``with``.
     ``directory``: the folder, or the mirror of one in object storage; made when first needed. ``keep``: the number of
     checkpoints to keep; None for all. ``counts``: whether a step counts towards these. Of the others, such as one at
-    which a run was stopped, only the newest is kept, until there is a newer checkpoint."""
+    which a run was stopped, only the newest is kept, until there is a newer checkpoint.
+    """
 
     def __init__(self, directory: Path, keep: int | None = 2, counts: Callable[[int], bool] = lambda step: True):
         import orbax.checkpoint as ocp
@@ -128,7 +131,8 @@ class Checkpoints(contextlib.AbstractContextManager):
     def save(self, step: int, state: TrainState, host: dict[str, Any], records: Sequence[type] = ()) -> None:
         """Start to write a step; the arrays are copied off the device before this returns, so the state may be donated.
         A checkpoint of this step from before the run was resumed at an earlier one is replaced, and set aside if other
-        runs depend on it. ``host``: values for ``codec.to_json``, with these ``records`` in them."""
+        runs depend on it. ``host``: values for ``codec.to_json``, with these ``records`` in them.
+        """
         if jax.process_index() == 0:
             set_aside(self._directory / str(step))
         if step in self._manager.all_steps():
@@ -148,7 +152,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         """Restore the state and host values of a complete step, laid out on this mesh, whichever mesh it was saved
         from. ``like``: shapes and dtypes of the state. ``base``: the frozen model, if ``like`` has one: a checkpoint
         holds only its fingerprint. InputError: the checkpoint has other arrays than this configuration, or another
-        base."""
+        base.
+        """
         self.wait()
         place = self._directory / str(step)
         has_base = like.policy.base is not None
@@ -160,7 +165,8 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def _seal(self) -> None:
         """Write the host's arrays and the checksums of a step, in the writing thread, before the step gets its final
-        name or marker: no step exists without them."""
+        name or marker: no step exists without them.
+        """
         if jax.process_index() != 0:
             return
         stored = storage.address(self._directory) != ""
@@ -196,7 +202,8 @@ class Checkpoints(contextlib.AbstractContextManager):
 
     def close(self) -> None:
         """Wait for pending writes, and raise what one in the background raised (Orbax's own kinds; a full disk among
-        them); unfinished ones are removed. Further calls do nothing."""
+        them); unfinished ones are removed. Further calls do nothing.
+        """
         manager = self._manager
         self._manager = None
         if manager is None:
@@ -233,7 +240,8 @@ def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any 
     """Restore parts of the state of a complete step, ``checkpoints/STEP``, on ``mesh``, whichever it was saved from;
     the arrays of the others are not read. ``like``: shapes and dtypes (``jax.eval_shape``) of the parts wanted; None in
     place of the others. ``base``: the frozen model of the adapter, if there is one. ``complete``: refuse a checkpoint
-    with other parts. InputError: the checkpoint is of another model or another base, or cannot be read."""
+    with other parts. InputError: the checkpoint is of another model or another base, or cannot be read.
+    """
     import orbax.checkpoint as ocp
 
     shapes = flatten(as_shapes(like, shardings(like, mesh)))

@@ -11,7 +11,8 @@
   list             configurations, tasks, recipes, models     jaxrl-llm list
   completion SHELL a script for tab completion, bash or zsh   jaxrl-llm completion bash --help
 
-jaxrl-llm COMMAND --help shows more."""
+jaxrl-llm COMMAND --help shows more.
+"""
 
 import contextlib
 import gc
@@ -47,7 +48,8 @@ COMMANDS = {
 
 def main() -> None:
     """Run ``jaxrl-llm``, the entry point. Exit code 0 done, 2 wrong input, 3 stopped by a guard, 75 preempted, 130
-    (143, 129) quit by Ctrl-C (SIGTERM, SIGHUP)."""
+    (143, 129) quit by Ctrl-C (SIGTERM, SIGHUP).
+    """
     listen()
     for stream in (sys.stdout, sys.stderr):
         # What a terminal cannot show is replaced. One that took the place of a file behind Python's back refuses.

@@ -45,7 +45,8 @@ class AgreementOptions:
 class Agreement:
     """Agreement of one judge with labelled pairs. ``won``: float64[n], 1 where the judge prefers the better answer, 0.5
     for a tie, 0, and NaN without a score. ``means``: of the further numbers of each scored text, by name. ``failure``:
-    the first call that failed, in one line; empty without one."""
+    the first call that failed, in one line; empty without one.
+    """
 
     won: np.ndarray
     means: Mapping[str, float]

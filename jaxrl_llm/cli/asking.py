@@ -21,7 +21,8 @@ if TYPE_CHECKING:  # a command line that is wrong should say so before JAX is im
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """A loaded model, laid out on ``mesh`` over all devices, with its tokenizer or None. ``name``: as it was given.
-    ``run`` and ``step``: of its checkpoint; None for a model."""
+    ``run`` and ``step``: of its checkpoint; None for a model.
+    """
 
     name: str
     run: configs.Configuration | None
@@ -81,7 +82,8 @@ def open_answerer(
     """Yield the loaded model, the task's prompts as token ids, and an answerer of these problems, at least one.
     ``name``, ``trained``: of the run or model. ``settings``: give the rewards, the dtype and the engine's chunk.
     ``task``: its templates write the prompts. ``options``: ``max_new_tokens``, ``slots`` and ``mesh``. ``status``:
-    called with the current activity. ``refusals``: also detect answers that refuse, if the settings define how."""
+    called with the current activity. ``refusals``: also detect answers that refuse, if the settings define how.
+    """
     import jax
 
     from jaxrl_llm.engine.engine import backend_for

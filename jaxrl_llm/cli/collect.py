@@ -6,7 +6,8 @@ Samples K answers to each problem that a run trains on, or to those of a configu
 another), and writes the right ones (texts), a right and a wrong one (pairs), both with their labels (unpaired), or
 answers in steps with the share of continuations from each that come out right (steps). Run the same command again to
 resume it.
-jaxrl-llm collect RUN_OR_MODEL --help shows more."""
+jaxrl-llm collect RUN_OR_MODEL --help shows more.
+"""
 
 import dataclasses
 import datetime

@@ -11,7 +11,8 @@ token on its own answers, sampled at the temperature that it was trained at unle
 RUN@STEP is a checkpoint or a snapshot of the run. --trust executes the code that a run of others brings. --pairs
 measures how often the judges of a configuration (Rubric, Pairwise) prefer the better answer of labelled pairs, such as
 those that collect --kind pairs verified.
-jaxrl-llm eval RUN_OR_MODEL --help shows more."""
+jaxrl-llm eval RUN_OR_MODEL --help shows more.
+"""
 
 import dataclasses
 import datetime
@@ -146,7 +147,8 @@ def load_reranker(
     status: Callable[[str], None],
 ) -> tuple["FallingSteps | None", Callable[["TaskEvaluation"], "TaskEvaluation"]]:
     """Load the reward model; return a watcher that ends hopeless answers (None without ``--give_up_after``), and a
-    function that reranks the answers of an evaluation. ``longest``: most tokens of a prompt."""
+    function that reranks the answers of an evaluation. ``longest``: most tokens of a prompt.
+    """
     from jaxrl_llm.rollout.evaluate import reranked
     from jaxrl_llm.stages.judges import FallingSteps, load_judge, solution_scores
 
@@ -174,7 +176,8 @@ class Distance:
     ``k1``, log p - log q, and ``k3``, q/p - 1 - log(q/p), are both unbiased, since the tokens are sampled from p at the
     temperature at which p and q are taken; k3 is never negative, and varies less where the two are near. ``to``: the
     other's name, as it was given; ``step``: of its run, None for a model. ``task``: label of the task with these
-    answers. ``sums``: float64[n, 3] for each completion: its tokens, and the sums over them of k1 and of k3."""
+    answers. ``sums``: float64[n, 3] for each completion: its tokens, and the sums over them of k1 and of k3.
+    """
 
     to: str
     step: int | None
@@ -208,7 +211,8 @@ def measure_distance(
     status: Callable[[str], None],
 ) -> tuple[Distance, ...]:
     """Measure the KL of a policy to the model ``to``, on its fresh answers to each task. Both are read by the learner's
-    own forward pass at the sampling temperature: a model is at distance 0 from itself, bit for bit."""
+    own forward pass at the sampling temperature: a model is at distance 0 from itself, bit for bit.
+    """
     from jaxrl_llm.learner import Sample
     from jaxrl_llm.models.heads import ScalarModel
     from jaxrl_llm.stages.stage import score_samples, scoring_forward

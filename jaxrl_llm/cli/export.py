@@ -5,7 +5,8 @@ Writes a run's policy, the newest one unless STEP names another checkpoint: conf
 README.md with the training and its evaluations. --adapter writes a run's adapter alone, as PEFT loads it. DIR
 must not exist, or be empty. --push uploads DIR to the hub, with the token in HF_TOKEN or that of `hf auth login`; a new
 repository is private. FILE.gguf is what llama.cpp runs: matrices as --gguf_type says (f32 unless it does), with
-tokenizer and chat template. --mesh.data, --mesh.fsdp and the like divide it otherwise over the devices."""
+tokenizer and chat template. --mesh.data, --mesh.fsdp and the like divide it otherwise over the devices.
+"""
 
 import contextlib
 import copy
@@ -128,7 +129,8 @@ def export_gguf(name: str, trained: Trained, target: Path, kind: str, adapter: b
 
 def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
     """Write the whole model as a directory; an adapter is merged, and how to sample is as the base's files say. A
-    reward model's directory describes its training, and its tokenizer has the chat template of that training."""
+    reward model's directory describes its training, and its tokenizer has the chat template of that training.
+    """
     from jaxrl_llm.models import save_pretrained
     from jaxrl_llm.stages.taught import format_of_run
     from jaxrl_llm.tasks.template import template_text
@@ -151,7 +153,8 @@ def export_model(name: str, trained: Trained, target: Path, card: str) -> None:
 
 def check_adapter(name: str, trained: Trained) -> None:
     """Refuse to export the adapter of a run that has none of use to PEFT: the run trains the whole model; the adapter
-    is a reward model's; or what it is added to was itself trained, and exists nowhere by a name that PEFT knows."""
+    is a reward model's; or what it is added to was itself trained, and exists nowhere by a name that PEFT knows.
+    """
     run = trained.run
     full = not run.learner.lora.rank
     require(not full, f"{name} trained the whole model (learner.lora.rank is 0): export it without --adapter")
@@ -168,7 +171,8 @@ def check_adapter(name: str, trained: Trained) -> None:
 
 def public_base(model: str) -> str:
     """Return the name by which other programs find the model that a run's model was made from. It is the hub id of a
-    built-in model if it has one, and the base of a run or an adapter."""
+    built-in model if it has one, and the base of a run or an adapter.
+    """
     path = configs.split_step(model)[0]
     if configs.is_run(path / "config.json"):
         return public_base(configs.read(path / "config.json", own=False).pinned.model)

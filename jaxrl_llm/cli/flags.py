@@ -36,7 +36,8 @@ SHORT = {"run_dir": "output.run_dir"}
 def parse_flags(kind: type, arguments: list[str], program: str, description: str, default: Any = None) -> Any:
     """Parse flags into a value of the dataclass ``kind``, starting from ``default``; ``--help`` prints and exits.
     ``description``: the text of the help above the settings; one that begins with ``usage:`` is shown as it is.
-    InputError: an unknown flag (the nearest one is named) or a value of the wrong type."""
+    InputError: an unknown flag (the nearest one is named) or a value of the wrong type.
+    """
     import tyro
 
     for index, argument in enumerate(arguments):
@@ -91,7 +92,8 @@ def parse_flags(kind: type, arguments: list[str], program: str, description: str
 
 def help_text(actions: Iterable[Any], topic: str, program: str, description: str) -> str:
     """Return the help of a command: ``description``, then flags. ``actions``: tyro's, one for each flag. ``topic``:
-    empty for the usual settings and those that belong to no part, ``all``, or a part, such as ``rollout``."""
+    empty for the usual settings and those that belong to no part, ``all``, or a part, such as ``rollout``.
+    """
     flags = {action.option_strings[0].removeprefix("--"): action for action in actions if action.option_strings}
     parts = sorted({name.partition(".")[0] for name in flags if "." in name})
     topics = f"there are all, {', '.join(parts)}"
@@ -180,7 +182,8 @@ def take(arguments: list[str], flag: str, value: bool) -> Any:
 
 def first(arguments: list[str], usage: str | None, missing: str, whole_help: bool = False) -> str:
     """Remove and return the leading argument; ``--help`` in its place prints ``usage`` and exits. ``whole_help``:
-    ``usage`` is all the help that the command has, so it answers ``--help`` in any place."""
+    ``usage`` is all the help that the command has, so it answers ``--help`` in any place.
+    """
     if {"-h", "--help"} & set(arguments if whole_help else arguments[:1]):
         print(usage)
         raise SystemExit
@@ -342,7 +345,8 @@ NAMES = _by_name()
 
 def refuse_foreign(arguments: Sequence[str], flags: Collection[str]) -> None:
     """Refuse the names of other trainers, all in one line, with the flags and values that are equal here.
-    ``arguments``: of a command; verl's overrides are without dashes. ``flags``: the names of those that it has."""
+    ``arguments``: of a command; verl's overrides are without dashes. ``flags``: the names of those that it has.
+    """
     equal, unequal, owners = {}, {}, {}
     for argument, following in itertools.zip_longest(arguments, arguments[1:], fillvalue="--"):
         typed, equals, value = argument.partition("=")

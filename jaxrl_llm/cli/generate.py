@@ -4,7 +4,8 @@
 Without --prompt it is a chat, on a terminal: each answer follows the conversation so far; Ctrl-C ends an answer, Ctrl-D
 the chat, /new starts another. From a pipe or a file each line is a prompt by itself, and only the answers are written.
 Calls of tools are run, and the model reads their results, until it answers without a call.
-jaxrl-llm generate MODEL --help shows more."""
+jaxrl-llm generate MODEL --help shows more.
+"""
 
 import contextlib
 import dataclasses
@@ -105,7 +106,8 @@ def generate_command(arguments: list[str]) -> int:
 
 def prompt_wording(policy: Policy, system: str | None, tools: tuple[str, ...] = ()) -> Task:
     """Return the wording of prompts: that of the run's training, else the tokenizer's chat template, else plain text.
-    ``system``: the system message; ``tools``: functions that the model may call; both in place of the run's own."""
+    ``system``: the system message; ``tools``: functions that the model may call; both in place of the run's own.
+    """
     template = "tokenizer" if policy.tokenizer.chat_template else "plain"
     task = configs.wording(policy.run) or Task(Rows(InMemory(())), template=template)
     system, tools = task.system if system is None else system, tools or task.tools
@@ -137,7 +139,8 @@ def answer_chat(
     policy: Policy, messages: Sequence[Message], task: Task, speak: Callable[[Any], Completion]
 ) -> tuple[list[Any], Completion]:
     """Let the model answer a chat, and run the calls in its answers, until one calls nothing or is cut off; results are
-    shown on stderr. Return all that was said, and the last answer. ``speak`` answers a prompt, as ``print_answer``."""
+    shown on stderr. Return all that was said, and the last answer. ``speak`` answers a prompt, as ``print_answer``.
+    """
     completion = speak(encode_chat(policy, messages, task))
     if not task.tools:
         return [{"role": "assistant", "content": completion.text}] if len(completion.tokens) else [], completion
@@ -162,7 +165,8 @@ def print_answer(
     policy: Policy, prompt: Any, seed: int, sampling: Sampling, stopped: Callable[[], bool] = lambda: False
 ) -> Completion:
     """Print an answer to a prompt (token ids) on stdout: on a terminal while it is sampled, elsewhere at its end.
-    ``stopped`` is called after each chunk; the answer ends when it returns True."""
+    ``stopped`` is called after each chunk; the answer ends when it returns True.
+    """
     from jaxrl_llm.engine.engine import backend_for
     from jaxrl_llm.rollout.generation import OpenRequests, generate_stream
 
@@ -205,7 +209,8 @@ def print_answer(
 
 def stable_text(tokens: Any, tokenizer: Any) -> str:
     """Return the beginning of an answer's text that no later token can change: without an incomplete character, and
-    without single bytes, since a tokenizer with byte tokens reads a whole row of them as characters, or not at all."""
+    without single bytes, since a tokenizer with byte tokens reads a whole row of them as characters, or not at all.
+    """
     count = len(tokens)
     while count and re.fullmatch("<0x[0-9A-F]{2}>", tokenizer.convert_ids_to_tokens(int(tokens[count - 1])) or ""):
         count -= 1
@@ -270,7 +275,8 @@ def fit_context(
     policy: Policy, messages: Sequence[Message], task: Task, longest: int
 ) -> tuple[Sequence[int], Sequence[Message]]:
     """Return the token ids of a chat, and the chat, without the first turns that leave no room for an answer:
-    ``longest`` tokens, or a quarter of the model's positions if less. The system message and the last message stay."""
+    ``longest`` tokens, or a quarter of the model's positions if less. The system message and the last message stay.
+    """
     positions = policy.model.config.attention.rope.max_positions
     room = positions - min(longest, positions // 4)
     recent = list(messages)

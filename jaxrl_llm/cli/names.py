@@ -150,7 +150,8 @@ def completion(arguments: list[str]) -> int:
 
 def completion_script() -> str:
     """Return the script for bash; its words are those of this version. Flags are read from the texts of usage of the
-    commands, whose modules are not imported."""
+    commands, whose modules are not imported.
+    """
     from jaxrl_llm import cli
     from jaxrl_llm.config import config_names
     from jaxrl_llm.models.pretrained import BUILTIN

@@ -57,7 +57,8 @@ def _subclasses(base: type) -> tuple[type, ...]:
 def with_pieces(run: Any, words: Mapping[str, str]) -> Any:
     """Return the run with a piece of each of these classes, by the dotted names of the pieces; in the names of classes
     capitals, ``_`` and ``-`` do not count. A new piece has the defaults of its class; one of the same class stays as it
-    is. Whether the pieces fit together is left to be checked with the values of the other flags."""
+    is. Whether the pieces fit together is left to be checked with the values of the other flags.
+    """
     algorithm = copy.copy(run.recipe.algorithm)
     if isinstance(algorithm.advantage, KLInReward):  # wrapped anew when the algorithm is made
         object.__setattr__(algorithm, "advantage", algorithm.advantage.estimator)

@@ -15,7 +15,8 @@ NAME is a TPU slice (v5e:4x4, v5p:8x8x4, v6e:16x16) or a number of GPUs (h100:64
 --json FILE        all numbers, in bytes and seconds
 --plot FILE        a picture of the memory (.svg, .png or .pdf; needs matplotlib)
 --dump DIR         the text of each compiled program (update.txt, decode.txt, ...)
-jaxrl-llm train CONFIG --help all lists the fields."""
+jaxrl-llm train CONFIG --help all lists the fields.
+"""
 
 import dataclasses
 import math

@@ -19,7 +19,8 @@ resume; the command that started a run resumes it, too.
                       on several hosts: docs/hosts.md
   --help [all|PART]   the usual settings; all of them; those of a part, such as rollout
 
-A name of TRL's or verl's is refused in one line with ours: docs/from_trl.md, docs/from_verl.md."""
+A name of TRL's or verl's is refused in one line with ours: docs/from_trl.md, docs/from_verl.md.
+"""
 
 import contextlib
 import dataclasses
@@ -77,7 +78,8 @@ def train_command(arguments: list[str]) -> int:
 
 def with_sizes_of(settings: configs.Configuration, name: str) -> configs.Configuration:
     """Return the settings at the size of the configuration of this name: all but method, seed and rules is from there,
-    so that a large configuration can be tried anywhere; recipe, minibatches and other settings of the learner stay."""
+    so that a large configuration can be tried anywhere; recipe, minibatches and other settings of the learner stay.
+    """
     _, source = configs.load_config(name)
     for kind in (type(settings), type(source)):
         require(
@@ -93,7 +95,8 @@ def with_sizes_of(settings: configs.Configuration, name: str) -> configs.Configu
 @contextlib.contextmanager
 def row_output(quiet: bool, as_json: bool) -> Generator[Verbosity]:
     """Yield the verbosity of a run; if its rows go to stdout, all other output of the block goes to stderr. A row is
-    one line of JSON. A closed reader of the rows is reported, and the run continues."""
+    one line of JSON. A closed reader of the rows is reported, and the run continues.
+    """
     out = sys.stdout
 
     def show(row: dict[str, Any]) -> None:

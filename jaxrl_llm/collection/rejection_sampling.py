@@ -1,5 +1,6 @@
 """Rejection sampling: a model's own answers, sampled and verified some problems at a time, become rows of a file that
-survives the end of the process."""
+survives the end of the process.
+"""
 
 import bisect
 import contextlib
@@ -54,7 +55,8 @@ class SampledAnswer:
     """One sampled and verified answer. ``text``: without special tokens and without the token that ended it; of an
     episode its messages as JSON. ``length``: tokens, that one included. ``ended``: it was finished, not cut off.
     ``right``: the verifier's result. ``messages``: of an episode, up to the model's last one; empty for a single
-    answer."""
+    answer.
+    """
 
     text: str
     length: int
@@ -69,7 +71,8 @@ def make_rows(problem: Problem, answers: Sequence[SampledAnswer], data: Collecte
     Texts are right answers. Pairs are right answers, each preferred to a wrong one, and with ``cut_off`` to one that
     was cut off as well. No wrong answer is used twice. With ``match_length`` the two nearest in length are paired
     first, the earlier sampled ones on a tie. Unpaired are right answers and as many wrong ones as there are, or one of
-    each kind."""
+    each kind.
+    """
     usable = [answers[index] for index in distinct_answers(answers)]
     right = [answer for answer in usable if answer.right]
     if data.keep == "shortest":
@@ -119,7 +122,8 @@ def prefix_tokens(
     tokens: Any, steps: Sequence[str], separator: str, decode: Callable[[Sequence[int]], str]
 ) -> list[int]:
     """Return, for each step but the last, the number of first tokens up to its end, the separator after it included. A
-    token that holds both the end of a step and the beginning of the next belongs to the former."""
+    token that holds both the end of a step and the beginning of the next belongs to the former.
+    """
     ends = step_lengths(steps, separator)[:-1]
     counts = range(len(tokens) + 1)
     return [bisect.bisect_left(counts, end, key=lambda count: len(decode(tokens[:count]))) for end in ends]
@@ -143,7 +147,8 @@ class CollectionCounts:
     """Sums over the problems asked; those of several parts add up. ``solved``: problems with at least one right answer.
     ``answers``: sampled, K to each problem; of these ``right``, ``ended`` (not cut off) and ``failed`` (could not be
     verified: they count as wrong). ``rows``: written. ``length``: tokens of the answers. ``tokens``: sampled, those of
-    continuations too. ``seconds``: taken."""
+    continuations too. ``seconds``: taken.
+    """
 
     problems: int = 0
     solved: int = 0
@@ -265,7 +270,8 @@ class CollectionPlan:
     """The problems to ask, and the rows to make of the answers. ``prompts``: of the task, as token ids. ``problems``:
     in the order of the rows. ``data``: how many answers, how they are sampled, which are kept. ``kind``: of the rows.
     ``max_new_tokens``: longest answer, the stop token included. ``seed``: decides every random number. ``separator``:
-    the text between two steps. ``episode``: limits of episodes; None for a task without."""
+    the text between two steps. ``episode``: limits of episodes; None for a task without.
+    """
 
     prompts: Prompts
     problems: Sequence[Problem]
@@ -338,7 +344,8 @@ def collect_rows(
     Until the last problem is done they are in ``PATH.part``, and the same call resumes from there, however the previous
     one ended: the resulting file is identical, byte for byte. For that, problems asked together stay together; at most
     that many are asked again. All processes sample, and the first writes. InputError: the file exists, or was begun
-    with other settings; nothing has been sampled then."""
+    with other settings; nothing has been sampled then.
+    """
     settings = plan.settings(answerer.model)
     total = len(plan.problems)
     with contextlib.ExitStack() as stack:
@@ -368,7 +375,8 @@ def collect_rows(
 
 def collect_batch(answerer: Answerer, plan: CollectionPlan, first: int, status: Callable[[str], None]) -> list[Entry]:
     """Return answers to the problems from number ``first`` on, as many as are asked together, as entries of rows and
-    counts. They depend on the weights, the settings and the engine's slots, but not on earlier problems."""
+    counts. They depend on the weights, the settings and the engine's slots, but not on earlier problems.
+    """
     problems = list(plan.problems[first : first + plan.at_once(answerer.engine.slots)])
     count = plan.data.samples
     places = list(itertools.product(range(len(problems)), range(count)))
@@ -425,7 +433,8 @@ def _label_steps(
 ) -> tuple[list[list[Row]], list[int]]:
     """Return the rows of steps for each problem, and the number of tokens sampled for their labels. A step's label is
     the right share of k continuations of the text up to its end (arXiv 2312.08935, the soft estimation of section 3.3);
-    the last step's label is the answer's own."""
+    the last step's label is the answer's own.
+    """
     problems = plan.problems[first:]
     k = plan.data.continuations
     cuts = {}  # of each answer that can be a row: its steps, and its tokens up to the end of each but the last
@@ -469,7 +478,8 @@ def answer_value(problem: Problem, completion: Completion, accuracy: float, stop
 def decode_answer(tokenizer: Any, completion: Completion, right: bool, as_text: bool = False) -> SampledAnswer:
     """Make an answer of a verified completion; its text excludes the token that ended it, special or not. An episode
     that the environment or a limit broke off, or with an empty reply, has no end. ``as_text``: the template writes no
-    reasoning by itself, so that it stays in the text of its message."""
+    reasoning by itself, so that it stays in the text of its message.
+    """
     if completion.episode is not None:
         turns = completion.episode.turns
         turn_messages = []
@@ -511,7 +521,8 @@ def collect_data(
     with the wording of the prompts that the model read. ``make_answerer``: makes the answerer; not called if an earlier
     start of the run has collected everything. ``max_new_tokens``: longest answer, the stop token included. ``seed``:
     decides every random number. ``directory``: the run's. ``status``: called with lines on the progress. ``episode``:
-    limits of episodes."""
+    limits of episodes.
+    """
     path = directory / COLLECTED
     source: Any = data.source
     task = source.task

@@ -44,7 +44,8 @@ UNIONS = (typing.Union, types.UnionType)
 def resolved(run: Any) -> Any:
     """Return the run with a ``Run``'s open settings filled in: the recipe's temperature, the budget as Dr. GRPO's
     constant, a correction if sampling runs ahead, the size of the overlong punishment, and a filter of groups by reward
-    in place of accuracy if a task lacks ``Accuracy``: it would drop groups that all can teach."""
+    in place of accuracy if a task lacks ``Accuracy``: it would drop groups that all can teach.
+    """
     if not isinstance(run, Run):
         return run
     rollout = run.rollout
@@ -78,7 +79,8 @@ def check_run(run: Configuration) -> None:
 
 def check_types(value: Any, but: type | tuple[()] = ()) -> None:
     """Refuse a field of this dataclass, or of one inside it, if its value matches none of its annotated types;
-    InputError names the field, its value, and what it takes. ``but``: a class of unchecked placeholders."""
+    InputError names the field, its value, and what it takes. ``but``: a class of unchecked placeholders.
+    """
     for name, setting, hint in _fields_in(value):
         if not _fits(setting, hint) and not any(isinstance(part, but) for part in parts_of(setting)):
             text = f"{type(setting).__name__}(...)" if dataclasses.is_dataclass(type(setting)) else f"{setting!r:.80}"
@@ -230,7 +232,8 @@ def inert(run: Run) -> list[str]:
 def _at_ratio_one(run: Run) -> list[str]:
     """List the pieces that only act once the live policy differs from the one that it is compared with: in a batch of
     one update it is the old one, and, unless sampling runs ahead, the one that sampled. Tokens of earlier steps are
-    compared with the policy of their own time."""
+    compared with the policy of their own time.
+    """
     algorithm = run.recipe.algorithm
     stale = run.rollout.collect.staleness > 0
     surrogate = algorithm.surrogate

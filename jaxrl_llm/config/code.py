@@ -1,5 +1,6 @@
 """Copies of a run's own code: ``RUN/code/N`` has the configuration's file and the local modules that it imports, found
-without importing them. What the command line names is executed where it lies; a run alone imports its newest copy."""
+without importing them. What the command line names is executed where it lies; a run alone imports its newest copy.
+"""
 
 import ast
 import contextlib
@@ -32,7 +33,8 @@ INSTALLED = ("site-packages", "dist-packages")
 
 def own_code(run: Any, origin: Origin, directory: Path | None) -> tuple[Origin, dict[str, bytes]]:
     """Return the origin with the run's own modules and their fingerprints, and the bytes of those to copy, by name.
-    ``directory``: of a run that was given alone, whose copies are its code; None for what is executed where it lies."""
+    ``directory``: of a run that was given alone, whose copies are its code; None for what is executed where it lies.
+    """
     modules, code = own_modules(run), {}
     names = {name.partition(":")[0] for name, _ in named(to_json(run))}
     if directory is not None:
@@ -91,7 +93,8 @@ def write_code(directory: Path, origin: Origin, code: Mapping[str, bytes]) -> No
 
 def _local_file(name: str, folders: Collection[Path] = ()) -> str:
     """Return the Python file of a module in one of the ``folders``, if any are given, that is not installed, a link or
-    of this package; else empty."""
+    of this package; else empty.
+    """
     top = name.partition(".")[0]
     spec = inside = None
     file = str(getattr(sys.modules.get(name), "__file__", None) or "")

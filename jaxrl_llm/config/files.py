@@ -49,7 +49,8 @@ ABOUT = ("type", "origin", "from", "chosen", SIGNED)
 @dataclasses.dataclass(frozen=True)
 class Unsaveable:
     """A placeholder in a loaded run for a value that its config.json could not hold, or that is not found again;
-    ``why``: the reason, a part of a sentence."""
+    ``why``: the reason, a part of a sentence.
+    """
 
     why: str
 
@@ -99,7 +100,8 @@ def load_config(name: str) -> tuple[str, Configuration]:
 
 def find_config(name: str) -> LoadedConfig:
     """Find a configuration by name, as ``load_config`` does, and return it with its origin. A run's address or
-    config.json also gives that run, with its ``run_dir`` there. InputError: missing or unreadable, with the remedy."""
+    config.json also gives that run, with its ``run_dir`` there. InputError: missing or unreadable, with the remedy.
+    """
     path = Path(name)
     if storage.split(name):
         path = storage.folder(name.removesuffix("/config.json"))
@@ -142,7 +144,8 @@ def with_recipe(run: Configuration, name: str) -> Run:
 
 def to_json(value: Any) -> Any:
     """Convert a value to nested JSON values; a dataclass becomes an object with its class name as ``type``, and a value
-    that JSON cannot hold ``{"unsaveable": why}``."""
+    that JSON cannot hold ``{"unsaveable": why}``.
+    """
     if isinstance(value, Unsaveable):
         return {"unsaveable": value.why}
     if isinstance(value, (Local, StepFunction, InMemory)):
@@ -183,7 +186,8 @@ def as_read(run: Configuration) -> Configuration:
 
 def from_json(data: Any, origin: Origin | None = None) -> Any:
     """Rebuild a value from the JSON of ``to_json``, with tuples for lists, and dataclasses of this package and the
-    origin's modules alone. A part that is not saved, found or allowed, or needs such a part, becomes ``Unsaveable``."""
+    origin's modules alone. A part that is not saved, found or allowed, or needs such a part, becomes ``Unsaveable``.
+    """
     if isinstance(data, list):
         return tuple(from_json(item, origin) for item in data)
     if not isinstance(data, dict):

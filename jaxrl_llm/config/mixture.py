@@ -156,7 +156,8 @@ def has_accuracy(rewards: Sequence[Reward]) -> bool:
 def overlong_weight(run: Any) -> float:
     """Return the recipe's punishment of a completion that reaches the end of the token budget; 0 for none. By default
     it is half the distance between a right and a wrong answer: in DAPO (arXiv 2503.14476) 1 of the 2 between +1 and -1;
-    0 without an ``Accuracy``. In a mixture ``scoring.rewards`` decides it."""
+    0 without an ``Accuracy``. In a mixture ``scoring.rewards`` decides it.
+    """
     overlong = run.recipe.overlong
     if not overlong.share:
         return 0.0
@@ -167,7 +168,8 @@ def overlong_weight(run: Any) -> float:
 
 def rewards(run: Any) -> tuple[Reward, ...]:
     """Return the configured rewards, in ``TaskReward`` if of some tasks only, and the recipe's punishment of
-    completions near their task's length limit."""
+    completions near their task's length limit.
+    """
     parts = parts_of_task(run.task)
     limits = limits_of(parts, run.rollout.max_new_tokens)
     weight = overlong_weight(run)
@@ -224,7 +226,8 @@ def verifies(run: Any, part: Part | None = None) -> bool:
 
 def check_answers(run: Any) -> None:
     """Refuse, before it is loaded, a task without reference answers while a reward or shaping reads correctness.
-    InputError names the task's field, what reads the answers, and the remedy."""
+    InputError names the task's field, what reads the answers, and the remedy.
+    """
     for name, task in (("task", run.task), ("evaluation.task", run.evaluation.task)):
         for number, part in enumerate(parts_of_task(task)):
             field = f"{name}.parts[{number}].task" if isinstance(task, Mixture) else name
@@ -236,7 +239,8 @@ def check_answers(run: Any) -> None:
 
 def check_environments(tasks: Sequence[Task]) -> list[Factory]:
     """Refuse environments and tools that cannot work, before anything is loaded; return the factories of the tasks that
-    have some. InputError names the field and the remedy."""
+    have some. InputError names the field and the remedy.
+    """
     return [Factory(task.environment, task.tools) for task in tasks if task.plays]
 
 

@@ -47,7 +47,8 @@ FILES = "files"
 @dataclasses.dataclass(frozen=True)
 class Start:
     """The step, a checkpoint or a snapshot, of another ``run`` (its directory or address) that gives a run its first
-    weights; ``carry``: whether the place in the data, the curriculum and the stored successes continue too."""
+    weights; ``carry``: whether the place in the data, the curriculum and the stored successes continue too.
+    """
 
     run: str
     step: int
@@ -67,7 +68,8 @@ class Start:
 @dataclasses.dataclass(frozen=True)
 class Pin:
     """The fixed version of a model that a run reads, from its first start to its end. ``step``: None if it is no run;
-    ``weights``: fingerprints by the dtype read, or of a run's step's files under ``files``; empty if unknown."""
+    ``weights``: fingerprints by the dtype read, or of a run's step's files under ``files``; empty if unknown.
+    """
 
     step: int | None = None
     weights: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -143,7 +145,8 @@ EVERY = "evaluation.every"
 def split_step(name: str) -> tuple[Path, int | None]:
     """Split ``RUN@STEP`` into a directory (of an address its mirror) and a step: None without one, or if a folder has
     this exact name. ``RUN@best`` gives the step of the best evaluation. InputError: an unreadable address, or no result
-    yet."""
+    yet.
+    """
     run, step = numbered_step(name)
     if step is not None:
         return storage.folder(run), step
@@ -164,7 +167,8 @@ def numbered_step(name: str) -> tuple[str, int | None]:
 
 def recorded_best(directory: Path, row: Mapping[str, Any] | None = None, last: float = math.inf) -> int | None:
     """Return the step of a run's best evaluation by its metrics.jsonl; 0 is the model that it began with, None without.
-    ``row`` is of the step after those in the file; steps after ``last`` are left out."""
+    ``row`` is of the step after those in the file; steps after ``last`` are left out.
+    """
     try:
         changed = json.loads((directory / "config.json").read_text())["origin"]["changed"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError):  # of a model, or damaged
@@ -181,7 +185,8 @@ def other_tests(changed: Sequence[tuple[int, Sequence[str]]]) -> list[int]:
 
 def with_step_numbers(run: Any, origin: Origin, pinned_names: Iterable[str] = ()) -> Any:
     """Return the run with ``RUN@STEP`` in place of each model ``RUN@best``: the step of its pin, or else the best now.
-    ``pinned_names``: of the pinned models of a run that has begun."""
+    ``pinned_names``: of the pinned models of a run that has begun.
+    """
 
     def number(name: str, marks: Sequence[Any]) -> str:
         run, _, step = name.rpartition("@")
@@ -204,7 +209,8 @@ def located(run: Any, origin: Origin, directory: Path | None = None, pinned: boo
     """Return the run with relative paths of data and models expanded if they are not found from the current folder. The
     first is taken that exists in the folder where the run began, next to its configuration, above ``runs/`` where its
     ``directory`` is now, or in the current folder. ``pinned``: first put ``RUN@STEP`` in place of each ``RUN`` that is
-    pinned to a step, and the run's copy of it in place of one that is gone or has changed."""
+    pinned to a step, and the run's copy of it in place of one that is gone or has changed.
+    """
 
     def placed(name: str, marks: Sequence[Any]) -> str:
         is_pinned = pinned and MODEL in marks and name in origin.models
@@ -306,7 +312,8 @@ def execute(path: Path) -> ModuleType:
 
 def make_findable(folder: Path) -> set[str]:
     """Make the modules in a configuration's folder importable in this process and in those started later, after
-    installed ones and before those of earlier configurations; return their names."""
+    installed ones and before those of earlier configurations; return their names.
+    """
     here = str(folder)
     earlier = [place for place in FOLDERS if place != here]
     names = {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/__init__.py")}
@@ -346,7 +353,8 @@ def why_not_found(kind: type) -> str:
 
 def find_class(name: str, origin: Origin | None) -> type | None:
     """Return the dataclass that ``module:class`` names, in this package or in the origin's modules; None for others.
-    InputError: the file of such a module is not found, or is another. ImportError: the module raises it."""
+    InputError: the file of such a module is not found, or is another. ImportError: the module raises it.
+    """
     module_name, _, path = name.partition(":")
     if module_name.partition(".")[0] == OURS:
         module = importlib.import_module(module_name)
@@ -365,7 +373,8 @@ def find_class(name: str, origin: Origin | None) -> type | None:
 
 def own_module(name: str, origin: Origin) -> ModuleType:
     """Return an own module of a run: the loaded one, else from the run's copy of it (``import_copies``), else from its
-    file. InputError: the file is missing or another, or whatever it raises."""
+    file. InputError: the file is missing or another, or whatever it raises.
+    """
     file, loaded = origin.modules[name], sys.modules.get(name)
     exists = loaded is not None or name in COPIES or os.path.isfile(file)
     require(exists, f"it has classes of {file}, which is missing: put it back")
@@ -381,7 +390,8 @@ def own_module(name: str, origin: Origin) -> ModuleType:
 
 def copies_of(directory: Path, origin: Origin) -> dict[str, tuple[str, str, str]]:
     """Return the run's copy of each own module, as in ``COPIES``, with the SHA-256 of its bytes now, empty without a
-    file. The module's own file stands for a missing copy if it is the same; no links are followed."""
+    file. The module's own file stands for a missing copy if it is the same; no links are followed.
+    """
     found = {}
     for name, digest in origin.code.items():
         file, inside = origin.modules.get(name, ""), f"{storage.CODE}/{origin.copy}/{copy_of(name, origin)}"
@@ -444,7 +454,8 @@ def trusting(trusted: bool = True) -> Generator[None]:
 def named_code(data: Mapping[str, Any], origin: Origin, calls: bool = True) -> dict[str, str]:
     """Return the code outside this package that a config.json names, ``module:name``, with the file of each: a copy's
     is below the run's directory, and empty where there is none. Nothing is imported. ``calls``: whether its functions
-    may be called; otherwise only classes count whose file this process has not executed already."""
+    may be called; otherwise only classes count whose file this process has not executed already.
+    """
     found = {}
     for name, is_class in named({key: value for key, value in data.items() if key not in ("origin", "from", "chosen")}):
         module = name.partition(":")[0]
@@ -462,7 +473,8 @@ def lost_code(data: Mapping[str, Any], origin: Origin) -> dict[str, str]:
 
 def with_lost(run: Any, path: Path) -> Any:
     """Return a run with the rewards that its config.json at ``path`` lacks, from its configuration's file, which is
-    executed only if this user made the run or trusts it; otherwise such a reward says how to."""
+    executed only if this user made the run or trusts it; otherwise such a reward says how to.
+    """
     data = json.loads(path.read_text())
     origin = origin_of(data)
     if not lost_code(data, origin):
@@ -498,7 +510,8 @@ def use_copies(directory: Path, origin: Origin) -> None:
 
 def named(value: Any, changes: bool = False) -> Iterator[tuple[str, bool]]:
     """Yield each name of code outside this package in the JSON of a configuration, and whether it is a class. Any text
-    of this form counts: a class of somebody's own may take it for a name."""
+    of this form counts: a class of somebody's own may take it for a name.
+    """
     if isinstance(value, list):
         for item in value:
             yield from named(item)
@@ -523,7 +536,8 @@ def is_own_function(text: str) -> bool:
 
 def signed(data: Mapping[str, Any], origin: Origin) -> dict[str, Any]:
     """Return the data of a config.json with this user's signature if it names code of its own and there is a key, else
-    without one: the next start then asks."""
+    without one: the next start then asks.
+    """
     bare = json.loads(json.dumps({name: value for name, value in data.items() if name != SIGNED}))  # as it is read
     code = named_code(bare, origin) | lost_code(bare, origin)
     key = _key(make=True) if code else None
@@ -554,7 +568,8 @@ def tools_of_others(task: Any, path: Path) -> list[str]:
 
 def check_trust(path: Path, data: Mapping[str, Any], origin: Origin, calls: bool = True) -> bool:
     """Refuse the config.json of a run that names code of its own and was made by another user or elsewhere; return
-    whether it names any. ``calls``: as in ``named_code``. InputError names the files."""
+    whether it names any. ``calls``: as in ``named_code``. InputError names the files.
+    """
     code = named_code(data, origin, calls)
     if not code or is_made_here(data, origin, path.parent):
         return bool(code)

@@ -29,7 +29,8 @@ def phases_of(run: Configuration) -> tuple[Phase, ...]:
 
 def in_phase(run: Kind, number: int) -> Kind:
     """Return the run's settings in one phase, counted from 0: with all changes up to it, resolved, and a seed shifted
-    from the run's, below ``MAX_SEED``. InputError: a change names no setting, or one that no phase changes."""
+    from the run's, below ``MAX_SEED``. InputError: a change names no setting, or one that no phase changes.
+    """
     if not isinstance(run, Run) or not run.rules.phases:
         return run
     *_, settings = itertools.islice(_by_phase(run), number + 1)
@@ -50,7 +51,8 @@ SHIFT = 1 << 16
 
 def changed(run: Run, changes: Mapping[str, Any]) -> Run:
     """Return the run with new values of some settings, by their dotted names. Settings derived from them are derived
-    again: a recipe's temperature, the budget as Dr. GRPO's constant, the weight of an overlong punishment."""
+    again: a recipe's temperature, the budget as Dr. GRPO's constant, the weight of an overlong punishment.
+    """
     before = run
     for name, value in changes.items():
         run = _with(run, name, value)
@@ -82,7 +84,8 @@ def _with(value: Any, name: str, new: Any, path: str = "") -> Any:
 
 def validate(run: Configuration) -> None:
     """Refuse settings that cannot work, before anything is loaded; all phases are checked before the first begins.
-    InputError names the phase, the field, its value and the remedy."""
+    InputError names the phase, the field, its value and the remedy.
+    """
     if not isinstance(run, Run) or not run.rules.phases:
         check_run(run)
         if isinstance(run, Run) and run.rules.until is not None:

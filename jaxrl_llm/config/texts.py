@@ -225,7 +225,8 @@ Configuration = Run | FromData
 
 def check_start(run: Configuration, carry: bool = False) -> None:
     """Refuse another run's weights as the start of a run that makes its data with its own model, and its place in the
-    data (``carry``) for a run that does not sample. InputError names the remedy."""
+    data (``carry``) for a run that does not sample. InputError names the remedy.
+    """
     kind = type(run).__name__
     if carry and not isinstance(run, Run):
         raise InputError(f"--carry is for reinforcement learning, and this is a {kind}: leave it out")

@@ -1,6 +1,7 @@
 """Data of the supervised stages: texts to learn, preferences, completions or steps with labels. Formats of the rows of
 the supervised stages, after TRL's data sets: their columns, and the values in them. The caller adds the row's place to
-the errors raised here."""
+the errors raised here.
+"""
 
 import dataclasses
 import functools
@@ -51,7 +52,8 @@ class Text:
     """A text to learn by heart. ``id``: made from the prompt, as a Problem's is; rows of one prompt share it.
     ``prompt``: int32[p], p >= 1, the tokens before the first one that may be learned. ``tokens``: int32[t], those after
     it, with the one that ends the text. ``mask``: bool[t], True where a token is learned. ``where``: place of the row,
-    such as ``rows.jsonl:3``."""
+    such as ``rows.jsonl:3``.
+    """
 
     id: str
     prompt: np.ndarray
@@ -75,7 +77,8 @@ class Text:
 class Ranked:
     """Completions of one prompt, each better than those after it; two make a preference. ``id``, ``prompt``, ``where``:
     as in Text. ``completions``: int32[t] each, with the token that ends it; at least two, no two equal. ``margin``:
-    amount by which the better should win, from the row; 0 if it has none."""
+    amount by which the better should win, from the row; 0 if it has none.
+    """
 
     id: str
     prompt: np.ndarray
@@ -90,7 +93,8 @@ class Ranked:
 
     def cut(self, most: int) -> "Ranked | None":
         """Return the example, each completion cut to ``most`` tokens with its prompt; None if one is empty or two
-        equal."""
+        equal.
+        """
         room = max(most - len(self.prompt), 0)
         parts = tuple(tokens[:room] for tokens in self.completions)
         same = len({part.tobytes() for part in parts}) < len(parts)
@@ -100,7 +104,8 @@ class Ranked:
 @dataclasses.dataclass(frozen=True)
 class Judged:
     """A completion that is ``good`` or bad by itself. ``id``, ``prompt``, ``where``: as in Text. ``tokens``: int32[t],
-    with the token that ends it."""
+    with the token that ends it.
+    """
 
     id: str
     prompt: np.ndarray
@@ -124,7 +129,8 @@ class Stepped:
     """A completion in steps, with a label of each. ``id``, ``prompt``, ``where``: as in Text. ``tokens``: int32[t], the
     steps, each but the last with its separator, and the token that ends the text. ``ends``: int32[k], rising, the index
     in ``tokens`` of each step's last token, its separator included. ``labels``: float32[k], in [0, 1]; 1 is a right
-    step."""
+    step.
+    """
 
     id: str
     prompt: np.ndarray
@@ -157,7 +163,8 @@ def longest(rows: Iterable[Example]) -> tuple[int, str]:
 
 class RowFormat(NamedTuple):
     """Columns of the rows of a ``kind`` of data. ``sets``: a row has at least one of these sets of columns, and the
-    first that it has is read. ``beside``: further columns, read if a row has them."""
+    first that it has is read. ``beside``: further columns, read if a row has them.
+    """
 
     kind: str
     sets: tuple[tuple[str, ...], ...]
@@ -189,7 +196,8 @@ ELSEWHERE = {
     LABEL: "Unpaired does; or make Pairs of the good and the bad completions of a prompt",
 } | dict.fromkeys(UNREAD, "models here read text alone")
 """Columns that change the lesson of a row, so that no kind of data ignores one silently: the kind that reads each, or
-the reason why none does."""
+the reason why none does.
+"""
 
 
 def columns_of(row: dict[str, Any], form: RowFormat) -> tuple[str, ...]:
@@ -647,7 +655,8 @@ def check_texts(data: Data[Any]) -> None:
 
 def check_collected(source: Collected, kind: RowKind, where: str) -> None:
     """Refuse settings that cannot collect, before anything is loaded. ``where``: prefix of the names of the fields in
-    messages, such as ``--``. InputError: names field, value and remedy."""
+    messages, such as ``--``. InputError: names field, value and remedy.
+    """
     check(source.task)
     check_fields(source, where)
     least = 2 if kind == "pairs" else 1

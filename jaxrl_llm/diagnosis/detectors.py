@@ -1,6 +1,7 @@
 """Checks of a run: one for each kind of trouble, a pure function of the run's history. The value of a metric alone says
 little: checks compare it with the run's own past, require a change to last, and tolerate much in a run that learns. The
-thresholds are ours, chosen on synthetic and real runs."""
+thresholds are ours, chosen on synthetic and real runs.
+"""
 
 import dataclasses
 import functools
@@ -45,7 +46,8 @@ from jaxrl_llm.types import MEAN_OF_TASKS
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """A trouble of a run: its ``kind``, such as ``entropy_collapse``, the ``step`` of its beginning, the numbers
-    (``what``), their usual meaning (``why``), and the setting to change (``remedy``)."""
+    (``what``), their usual meaning (``why``), and the setting to change (``remedy``).
+    """
 
     kind: str
     step: int
@@ -186,7 +188,8 @@ LOST = (
 
 def make_finding(kind: str, step: int, words: tuple[str, str, str] | None = None, **facts: str | int) -> Finding:
     """Make the finding of a trouble that began at a step. ``words``: what, why and remedy, in place of those of
-    ``kind``. ``facts``: values for the names in braces."""
+    ``kind``. ``facts``: values for the names in braces.
+    """
     what, why, remedy = words or WORDS[kind]
     return Finding(kind, step, what.format(step=step, **facts), why, remedy)
 
@@ -274,7 +277,8 @@ MOST = 200
 
 def reward_hacking(run: History) -> Finding | None:
     """Find a falling evaluation, or training accuracy, while a training reward rises or keeps its rise. The reward is
-    the training reward or the reward model's score; another evaluation that rises excuses it."""
+    the training reward or the reward model's score; another evaluation that rises excuses it.
+    """
     rewards = {"training reward": run["reward/mean"], "reward model's score": run["reward_model/mean"]}
     for task, test in (run.evaluations | {"the accuracy in training": _in_blocks(run["reward/accuracy"])}).items():
         at = _peak(test)
@@ -309,7 +313,8 @@ def _level_before(series: Series, step: int, first: int) -> float:
 
 def _in_blocks(series: Series) -> Series:
     """Return means of up to 20 blocks of a series, of at least 5 measurements, at the blocks' last steps. Empty for a
-    series shorter than four blocks."""
+    series shorter than four blocks.
+    """
     count = min(len(series) // 5, 20)
     if count < 4:
         return Series(series.steps[:0], series.values[:0])
@@ -320,7 +325,8 @@ def _in_blocks(series: Series) -> Series:
 
 def _peak(test: Series) -> int | None:
     """Return the index of an evaluation's last best value before a sure fall by a tenth; None without a fall. Levels
-    are means of several values: the best of many noisy values is biased."""
+    are means of several values: the best of many noisy values is biased.
+    """
     values = test.values
     count = len(values)
     if count < 2:
@@ -387,7 +393,8 @@ def overfitting_gap(training: Series, tests: Mapping[str, Series]) -> Finding | 
 
 def _flat(test: Series, step: int, deviation: float, rise: float) -> bool:
     """Whether held-out data has surely made no more than a share of ``rise`` since a step. ``deviation``: of each of
-    its measurements."""
+    its measurements.
+    """
     since = test.since(step).values
     if len(since) < FEWEST_SINCE:
         return False
@@ -399,7 +406,8 @@ def _flat(test: Series, step: int, deviation: float, rise: float) -> bool:
 def fit_break(series: Series) -> tuple[int, float]:
     """Return the step where a series levels off, and the deviation of one measurement. It is the break of a line that
     is constant after it, by least squares; the first step if the line has no slope before. For a reversed series, with
-    negative steps, it is the step where the original begins to rise."""
+    negative steps, it is the step where the original begins to rise.
+    """
     sampled = np.unique(np.linspace(0, len(series) - 1, MOST).astype(int))
     steps = series.steps[sampled].astype(float)
     values = series.values[sampled] - series.values[sampled].mean()
@@ -436,7 +444,8 @@ def diagnose(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> list[Finding]
     their beginning. Only the pinned names of metrics are read; a missing, null or non-numeric value counts as
     unmeasured, but where an update was made. Troubles that are over by the last row are not reported, except spikes of
     the gradient and what was not a number. ``steps``: planned, of an unfinished run; it counts as stalled only after
-    half of them without progress."""
+    half of them without progress.
+    """
     run = history(rows, steps)
     findings = [finding for rule in RULES.values() if (finding := rule(run)) is not None]
     return sorted(findings, key=lambda finding: finding.step)
@@ -445,7 +454,8 @@ def diagnose(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> list[Finding]
 class FindingTracker:
     """A tracker of a run's rows that diagnoses them during the run. Guards get all findings, at steps that depend on
     nothing else, interrupted or not; people get each kind once, when it is first found. ``steps``: that the run ends
-    with. ``earlier``: the rows of a run that is resumed; findings in them have been reported to people."""
+    with. ``earlier``: the rows of a run that is resumed; findings in them have been reported to people.
+    """
 
     def __init__(self, steps: int, earlier: Iterable[Mapping[str, Any]] = ()):
         self._steps = steps
@@ -502,7 +512,8 @@ def looks(step: int) -> bool:
 
 def above(least: float, times: float = 1.0, more: float = 0.0, always: float = np.inf) -> Limit:
     """Return a limit for a metric that is bad when it grows: from ``times`` the past level, from ``more`` above it, and
-    from ``always`` at any past level; never below ``least``."""
+    from ``always`` at any past level; never below ``least``.
+    """
     return lambda past: np.minimum(np.maximum(np.maximum(least, times * past), past + more), always)
 
 
@@ -535,7 +546,8 @@ GROWN: dict[str, tuple[str, Limit, Limit, bool, float]] = {
 
 def grown(kind: str, run: History) -> Finding | None:
     """Find growth of a metric of ``GROWN``: beyond the second bound in any run, beyond the first in one that learned
-    nothing meanwhile; or there, where the metric is high from the first step and does not fall."""
+    nothing meanwhile; or there, where the metric is high from the first step and does not fall.
+    """
     name, idle, learning, relative, high = GROWN[kind]
     series = run[name]
     change = change_point(series, learning, True, relative)
@@ -552,7 +564,8 @@ def grown(kind: str, run: History) -> Finding | None:
 
 def lengths_off(kind: str, run: History) -> Finding | None:
     """Find completions that shrank to 55 % of their length or less, or grew to 1.8 times of it or more, while nothing
-    is learned: to a third or to three times, or for long in a run with rewards or evaluations."""
+    is learned: to a third or to three times, or for long in a run with rewards or evaluations.
+    """
     up = kind == "length_explosion"
     lengths = run["completions/mean_length"]
     change = change_point(lengths, above(0.0, 1.8) if up else lambda past: 0.55 * past, up, relative=up)
@@ -567,7 +580,8 @@ def lengths_off(kind: str, run: History) -> Finding | None:
 
 def no_signal(run: History) -> Finding | None:
     """Find nearly all groups with equal rewards, while the task is unsolved and reward and evaluation do not rise. If
-    almost no group teaches, a rising evaluation does not excuse a flat reward."""
+    almost no group teaches, a rising evaluation does not excuse a flat reward.
+    """
     change = change_point(run["reward/zero_std_fraction"], above(0.8), True)
     if change is None or learned(run):
         return None
@@ -637,7 +651,8 @@ def not_a_number(run: History) -> Finding | None:
 
 def stalled(run: History) -> Finding | None:
     """Find a run without a rise of reward or evaluation for at least half of it, far from perfect; or one that lost
-    most of its best reward and evaluation."""
+    most of its best reward and evaluation.
+    """
     if finding := lost(run):
         return make_finding("stalled", finding.step, LOST, best=short(finding.best), now=short(finding.now))
     finding = plateau(run)
@@ -672,7 +687,8 @@ RULES: dict[str, Callable[[History], Finding | None]] = {
 def _apart(heights: np.ndarray, spikes: np.ndarray, fewest: int) -> np.ndarray:
     """Return the highest spikes that are separated by a gap from all lower heights; empty if fewer than ``fewest``.
     Heavy tails have high values without a gap below them: for an exponential tail, common for logarithms, the gaps
-    between sorted heights, the j-th from the top times j, are all of one size (Renyi, 1953)."""
+    between sorted heights, the j-th from the top times j, are all of one size (Renyi, 1953).
+    """
     if len(spikes) < fewest:
         return spikes[:0]
     order = np.argsort(-heights, kind="stable")

@@ -1,6 +1,7 @@
 """Series of numbers from a run's rows, by the pinned names of metrics, and their lasting changes. A change is measured
 against the run's own past, in windows of medians. Trends of a run: whether it learns, which excuses much that would
-else be a trouble; whether it has stalled, or has lost its progress."""
+else be a trouble; whether it has stalled, or has lost its progress.
+"""
 
 import dataclasses
 import math
@@ -65,7 +66,8 @@ class Series:
 class History:
     """The metrics of a run so far. ``metrics``: a series for each of ``MEASURED``; empty if never measured.
     ``evaluations``: the share of right answers, by task. ``last``: the last step; 0 without steps. ``planned``: steps,
-    or ``last`` if that is more or the plan is unknown. ``broken``: what was not finite, by step."""
+    or ``last`` if that is more or the plan is unknown. ``broken``: what was not finite, by step.
+    """
 
     metrics: Mapping[str, Series]
     evaluations: Mapping[str, Series]
@@ -87,7 +89,8 @@ ROLES = ("", "critic/")
 
 def not_finite(row: Mapping[str, Any], role: str = "") -> list[str]:
     """Return the names of what is not finite in a step and has to be: of samples, updates, rewards and evaluations.
-    ``role``: the prefix of the names of one that learns; empty for the policy."""
+    ``role``: the prefix of the names of one that learns; empty for the policy.
+    """
     found = [name.removeprefix(role + NOT_FINITE) for name in row if name.startswith(role + NOT_FINITE)]
     found += ["grad_norm"] if row.get(f"{role}updates/not_finite") and not found else []
     names = [role + name for name in FINITE if number(row.get(f"{role}updates"))]
@@ -105,7 +108,8 @@ def broken(row: Mapping[str, Any]) -> str:
 def history(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> History:
     """Return the series in a run's rows; ``steps``: the planned ones. A step that occurs twice, as after a resume,
     counts once: its later measurement holds. A value that is not a finite number counts as unmeasured; a row without a
-    step is skipped. After a rollback, measurements of the undone steps do not count."""
+    step is skipped. After a rollback, measurements of the undone steps do not count.
+    """
     found: dict[str, dict[int, float]] = {name: {} for name in MEASURED}
     last = 0
     wrong: dict[int, str] = {}
@@ -142,7 +146,8 @@ def history(rows: Iterable[Mapping[str, Any]], steps: int = 0) -> History:
 class ChangePoint:
     """A lasting change, up to the end of a series. ``step``: the first with a value unlike those before. ``steep``: the
     beginning of fast change: as ``step``, unless a slow change came first. ``reached``: the first step that was bad.
-    ``before``: the past level. ``after``: the median since it was bad. ``count``: measurements since then."""
+    ``before``: the past level. ``after``: the median since it was bad. ``count``: measurements since then.
+    """
 
     step: int
     steep: int
@@ -164,7 +169,8 @@ def lasting(count: int) -> int:
 
 def smoothed(values: np.ndarray, width: int, share: float = 0.5) -> np.ndarray:
     """Return the running median, or another quantile, float64[n] of ``width`` neighbours in float64[n]. The ends repeat
-    the nearest whole window; fewer values than ``width`` are returned unchanged."""
+    the nearest whole window; fewer values than ``width`` are returned unchanged.
+    """
     if len(values) < width:
         return values
     windows = np.lib.stride_tricks.sliding_window_view(values, width)
@@ -184,7 +190,8 @@ def change_point(series: Series, limit: Limit, up: bool, relative: bool = False)
     """Find the change after which a series of at least ``MIN_LOOP_TOKENS`` measurements is bad up to its end; None
     without one. ``limit``: maps the lowest level so far (the highest, for a series that falls) to the bound of bad
     values. ``up``: whether growth is bad; else decline. ``relative``: whether its beginning is judged by factors, not
-    by differences."""
+    by differences.
+    """
     count = len(series)
     if count < FEWEST:
         return None
@@ -269,7 +276,8 @@ def improved(run: History, since: int) -> bool:
 
 def risen(series: Series, since: int) -> bool:
     """Whether a series is surely and noticeably higher than before a step, or has grown since, each by its standard
-    error: from the level at the step to the last one, and along the line through all values since."""
+    error: from the level at the step to the last one, and along the line through all values since.
+    """
     later = series.since(since)
     if not len(later):
         return False
@@ -289,7 +297,8 @@ def fallen(series: Series, since: int) -> bool:
 
 def _level_at(series: Series, later: Series, since: int) -> tuple[float, float, np.ndarray]:
     """Return the level at a step, its error, and the later values; ``later``: the measurements from there on. The first
-    of those still measures the earlier policy. If measurements are rare the level is interpolated."""
+    of those still measures the earlier policy. If measurements are rare the level is interpolated.
+    """
     first = int(len(later) > 1)
     after = later.values[first:]
     earlier = series.before(since)
@@ -343,7 +352,8 @@ def level(series: Series) -> float:
 
 def learned(run: History, near: float = NEAR_PERFECT) -> bool:
     """Whether the last rewards, or the last evaluations, are close to the best possible. ``near``: the share of the
-    best. If rewards exceed 1 only evaluations count, if there are any."""
+    best. If rewards exceed 1 only evaluations count, if there are any.
+    """
     tests = run.evaluations.values()
     # Of several tasks their mean: one that is easy says nothing of the others.
     if tests and float(np.mean([level(test) for test in tests])) >= near:
@@ -358,7 +368,8 @@ def learned(run: History, near: float = NEAR_PERFECT) -> bool:
 def perfection(rewards: Series) -> tuple[float, int]:
     """Return the last rewards' share of the way to the best possible, and how well that best is known. A reward's scale
     is not recorded. Within 0 to 1, and -1 to 1, the best is taken to be 1; for rewards never above 0 it is 0; else the
-    least of 1, 2, 5, 10, 100, 1000, ... above all of them. 0 without measurements."""
+    least of 1, 2, 5, 10, 100, 1000, ... above all of them. 0 without measurements.
+    """
     if not len(rewards):
         return 0.0, UNKNOWN
     medians = smoothed(rewards.values, window(len(rewards)))
@@ -412,7 +423,8 @@ def lost(run: History) -> Plateau | None:
 
 def _fall(series: Series) -> Plateau | None:
     """Find the last step near the best level of a series that has lost three quarters of it, for good; else None.
-    Levels count from 0, or from the lowest level if that is negative."""
+    Levels count from 0, or from the lowest level if that is negative.
+    """
     values = series.values
     count = len(values)
     if count < FEWEST_EVALUATIONS:

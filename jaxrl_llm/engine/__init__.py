@@ -1,5 +1,6 @@
 """Sampling engine, tokens in and tokens out: slots are refilled between compiled chunks of decode steps. It is
-independent of tasks and rewards."""
+independent of tasks and rewards.
+"""
 
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.system import attach

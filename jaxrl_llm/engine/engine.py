@@ -1,6 +1,7 @@
 """Engine: samples in slots that are refilled between compiled chunks of decode steps. A completion is a function of
 (weights, prompt, seed, sampling) only: its columns in the cache are its own positions, its random numbers are folded
-from (seed, position), and chunks begin where it begins, whoever shares the batch."""
+from (seed, position), and chunks begin where it begins, whoever shares the batch.
+"""
 
 import collections
 import dataclasses
@@ -146,7 +147,8 @@ class Engine:
 
     def step(self, model: Decoder, version: int = 0) -> int:
         """Send one chunk with these weights to the device; return the number of tokens read meanwhile. The chunk's
-        tokens are read by the next call, or before it if free slots have to be found."""
+        tokens are read by the next call, or before it if free slots have to be found.
+        """
         with use_mesh(self._spec.mesh):
             self._check_weights(model)
             count = self._read() if self._queue else 0
@@ -178,7 +180,8 @@ class Engine:
         self, model: Decoder, prompts: Sequence[Any], seeds: Sequence[int], sampling: Sampling, version: int = 0
     ) -> list[Completion]:
         """Sample one completion for each prompt (token ids) and seed, in order. InputError: a prompt does not fit, or
-        the model has another structure."""
+        the model has another structure.
+        """
         self.start(sampling)
         handles = self.submit(prompts, seeds)
         while self.busy:
@@ -204,7 +207,8 @@ class Engine:
 
     def _read(self, after: tuple[Any, dict[int, Request], int] | None = None) -> int:
         """Read the chunk that was sent last, if one is unread; ``after`` takes its place. Its tokens are added to their
-        requests, and finished requests end. Returns the number of tokens sampled."""
+        requests, and finished requests end. Returns the number of tokens sampled.
+        """
         flight = self._flight
         self._flight = after
         if flight is None:
@@ -317,7 +321,8 @@ def backend_for(
 
 def for_sampling(model: Decoder, platform: str, router_bits: int = 0) -> Decoder:
     """Return the model in the form that is fastest in an engine on a platform ("cpu", "gpu" or "tpu"). ``router_bits``:
-    by which it chooses experts (``Experts.bits``); InputError: they are above 0, and the model is dense."""
+    by which it chooses experts (``Experts.bits``); InputError: they are above 0, and the model is dense.
+    """
     if router_bits:
         if model.config.experts is None:
             raise InputError(f"rollout.engine.router_bits {router_bits} needs a model with experts: set it to 0")

@@ -94,7 +94,8 @@ TOKEN_FIELDS = ("tokens", "sampler_logp", "mask", "version")
 
 def concatenate(*parts: Completion) -> Completion:
     """Join completions: finished as the last is, with the episode of the first; an extra that only some of them have is
-    0 in the others."""
+    0 in the others.
+    """
     arrays: dict = {name: np.concatenate([getattr(part, name) for part in parts]) for name in TOKEN_FIELDS}
     extras = {}
     for name, example in collections.ChainMap(*(part.extras for part in reversed(parts))).items():
@@ -108,7 +109,8 @@ def concatenate(*parts: Completion) -> Completion:
 
 def with_routes(partial: Completion, routes: np.ndarray) -> Completion:
     """Add the routing of prompt and tool tokens to a partial completion. ``routes``: experts of the prompt and of
-    ``partial``, without the last token, [t, L, k]."""
+    ``partial``, without the last token, [t, L, k].
+    """
     prompt = len(routes) + 1 - len(partial.tokens)
     # Row t is of the pass before token t; no pass precedes the first one.
     routes = np.concatenate([np.zeros((1, *routes.shape[1:]), routes.dtype), routes])
@@ -149,7 +151,8 @@ def slice_tokens(completion: Completion, span: slice) -> Completion:
 
 def row_offset(completion: Completion, prompt: int) -> int:
     """Return how many tokens a completion's last row has after the first ``prompt`` ones, minus its own number of
-    tokens; see ``Completion.forks``."""
+    tokens; see ``Completion.forks``.
+    """
     forks = completion.forks
     return max(len(forks[max(forks)]) - prompt, 0) - max(forks) if forks else 0
 
@@ -170,7 +173,8 @@ def power_of_two(count: int) -> int:
 
 class SlotShape(NamedTuple):
     """Shape of the slots and blocks on the device: slots (``rows``) and their ``columns``, prompts (``blocks``) and
-    their ``prompt_columns``, the ``parts`` of both, and the lanes of a block (``group``)."""
+    their ``prompt_columns``, the ``parts`` of both, and the lanes of a block (``group``).
+    """
 
     rows: int
     columns: int
@@ -231,7 +235,8 @@ def grow_blocks(running: dict[int, Request], shape: SlotShape, slots: int, fixed
 
 def assign_blocks(running: dict[int, Request], shape: SlotShape, stay: bool) -> np.ndarray | None:
     """Give requests without a lane one; return None if the others kept theirs, else the old block that each block is
-    made of, int32[blocks]. With ``stay`` false, or if the lanes of one prompt are too scattered, all move together."""
+    made of, int32[blocks]. With ``stay`` false, or if the lanes of one prompt are too scattered, all move together.
+    """
     old_blocks = {slot: request.lane[0] for slot, request in running.items() if request.lane}
     each = shape.blocks // shape.parts
     members = requests_by_part(running, shape)
@@ -271,7 +276,8 @@ def assign_lanes(members: Sequence[Request], blocks: range, group: int) -> bool:
 
 def block_table(running: dict[int, Request], shape: SlotShape) -> np.ndarray:
     """Return the lane of each slot, int32[rows], counted through the blocks of its part. An idle slot has a number
-    beyond the last lane."""
+    beyond the last lane.
+    """
     count = shape.blocks // shape.parts * shape.group
     table = np.full(shape.rows, count, np.int32)
     for slot, request in running.items():
@@ -285,7 +291,8 @@ def move_slots(
 ) -> tuple[np.ndarray, np.ndarray, dict[int, Request]]:
     """Return the old slot that each of ``rows`` slots takes over, int32[rows], negative for an idle one; the row of its
     part from which its keys and values move, int32[rows], negative if they stay; and the requests by their new slot.
-    Each stays in its part, which must have room for all its requests, and keeps its place there if that remains."""
+    Each stays in its part, which must have room for all its requests, and keeps its place there if that remains.
+    """
     order = np.full(rows, -1, np.int32)
     slots_before = old // parts
     slots_after = rows // parts

@@ -1,6 +1,7 @@
 """Drawing of one token from logits: temperature, top-k, top-p, min-p, by one uniform number for each row; and detection
 of completions that only repeat themselves. Truncation keeps the tokens with a probability of at least a threshold,
-found by bisection over the bits of the probabilities, so the vocabulary is never sorted."""
+found by bisection over the bits of the probabilities, so the vocabulary is never sorted.
+"""
 
 import functools
 import operator
@@ -60,7 +61,8 @@ def to_traced(sampling: Sampling) -> TracedSampling:
 
 class DrawOptions(NamedTuple):
     """Static options of a compiled loop: whether top-k, top-p and min-p are applied (``truncates``), and whether the
-    tokens that they kept are returned (``kept``)."""
+    tokens that they kept are returned (``kept``).
+    """
 
     truncates: bool = False
     kept: bool = False
@@ -102,7 +104,8 @@ def uniforms(seeds: jax.Array, positions: jax.Array) -> jax.Array:
 def draw(logits: jax.Array, u: jax.Array, rules: TracedSampling, options: DrawOptions = DrawOptions()) -> Draw:
     """Draw one token for each row of float32 logits [B, V] by the uniform numbers u [B]. At temperature 0 the token is
     the argmax and its log-probability 0, as in the distribution sampled. Two passes over the vocabulary, for the
-    largest logit and for all sums: then only the block of the drawn token is read."""
+    largest logit and for all sums: then only the block of the drawn token is read.
+    """
     greedy = rules.temperature == 0
     blocks = to_blocks(logits, -jnp.inf)
     peaks = jnp.max(blocks, axis=-1)
@@ -153,7 +156,8 @@ def to_blocks(logits: jax.Array, padding: float) -> jax.Array:
 def block_sums(*arrays: jax.Array) -> list[jax.Array]:
     """Sum each array [B, n, BLOCK] over its blocks, [B, n], in one pass over all of them. In two steps, the first
     across lanes of 16, the compiler uses vector instructions and shares the passes' exponentials: 3 times as fast on
-    CPUs as a sum for each."""
+    CPUs as a sum for each.
+    """
     parts = [x.reshape(*x.shape[:2], BLOCK // 16, 16) for x in arrays]
     add = lambda first, second: type(first)(map(operator.add, first, second))  # noqa: E731
     return [jnp.sum(lanes, axis=-1) for lanes in jax.lax.reduce(parts, [jnp.float32(0)] * len(parts), add, (2,))]
@@ -167,7 +171,8 @@ def zero_below(weights: jax.Array, least: jax.Array) -> jax.Array:
 def truncation_threshold(weights: jax.Array, rules: TracedSampling) -> jax.Array:
     """Compute the threshold [B] of weights [B, n, BLOCK] with a maximum of 1 in each row: larger or equal ones are
     kept. It is the k-th largest; then the largest one that leaves the share ``top_p`` of the mass left by top-k; then
-    ``min_p`` itself."""
+    ``min_p`` itself.
+    """
     bits = jnp.zeros(weights.shape[0], jnp.int32)
     none = jnp.zeros(weights.shape[0], jnp.float32)
     bits = bisect_threshold(weights, none + rules.top_k.astype(jnp.float32), none, bits, rules.top_k > 0)
@@ -179,7 +184,8 @@ def truncation_threshold(weights: jax.Array, rules: TracedSampling) -> jax.Array
 def bisect_threshold(weights: jax.Array, count: jax.Array, mass: jax.Array, low: jax.Array, on: jax.Array) -> jax.Array:
     """Find the bits, int32[B], of the largest threshold in [0, 1] that leaves at least this count and mass of weights.
     ``low``: bits of one that does, and the result where ``on`` is false. Sums are monotone in float32 too: the order of
-    additions is fixed, and no addition of something positive makes one smaller."""
+    additions is fixed, and no addition of something positive makes one smaller.
+    """
 
     def halve(_: jax.Array, bounds: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         low, high = bounds
@@ -194,7 +200,8 @@ def bisect_threshold(weights: jax.Array, count: jax.Array, mass: jax.Array, low:
 
 def count_and_mass(weights: jax.Array, bits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return count and mass, [B] each, of the weights no smaller than the threshold with these bits. One pass serves
-    both, since XLA writes out the terms of a single sum, which takes 7 times as long on CPUs."""
+    both, since XLA writes out the terms of a single sum, which takes 7 times as long on CPUs.
+    """
     inside = weights >= jax.lax.bitcast_convert_type(bits, jnp.float32)[:, None, None]
     count, mass = block_sums(jnp.where(inside, 1.0, 0.0), jnp.where(inside, weights, 0.0))
     return jnp.sum(count, axis=-1), jnp.sum(mass, axis=-1)
@@ -240,7 +247,8 @@ def extend_tail(tail: Tail, tokens: jax.Array, logp: jax.Array, rules: TracedSam
     """Return the state after one more token int32[B] of log-probability float32[B] in each row, and bool[B], where to
     stop. The log-probability is the policy's own, since greedy sampling samples every token with certainty. The last n
     tokens repeat ``times`` times in a row exactly if each of the last (times - 1) n tokens equals the one n before
-    it."""
+    it.
+    """
     runs = jnp.where(tail.recent == tokens[:, None], tail.runs + 1, 0)
     recent = jnp.concatenate([tokens[:, None], tail.recent], axis=1)[:, : tail.recent.shape[1]]
     confident = jnp.where(logp > rules.sure, tail.confident + 1, 0)
@@ -251,7 +259,8 @@ def extend_tail(tail: Tail, tokens: jax.Array, logp: jax.Array, rules: TracedSam
 
 def tail_after(tokens: np.ndarray, logps: np.ndarray, repetition: Repetition | None) -> Tail:
     """Return the state (NumPy, without the axis B) after tokens int[t] of log-probabilities float[t], to resume a
-    completion; equal to feeding them to ``extend_tail`` one by one."""
+    completion; equal to feeding them to ``extend_tail`` one by one.
+    """
     period = repetition.longest_period if repetition else 0
     tokens = np.asarray(tokens, np.int32)
     recent = np.full(period, -1, np.int32)

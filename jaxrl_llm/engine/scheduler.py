@@ -76,7 +76,8 @@ def call_rows(tokens: int, parts: int) -> int:
 class PrefillShape(NamedTuple):
     """Shape of the calls that compute a sequence; it follows from the sequence alone, never from its neighbours in a
     call: ``calls`` of ``piece`` tokens each, in a cache with the ``columns`` of all of it; ``continues`` if its first
-    tokens are computed already."""
+    tokens are computed already.
+    """
 
     continues: bool
     piece: int
@@ -161,7 +162,8 @@ class PrefixCache:
 
     def release(self, waiting: Iterable[Request]) -> None:
         """Drop the sequences of requests that no longer wait, and the oldest prompts of episodes beyond
-        ``MAX_CACHED_PROMPTS``."""
+        ``MAX_CACHED_PROMPTS``.
+        """
         needed = {request.key for request in waiting}
         self._computed = {key: prefix for key, prefix in self._computed.items() if key in needed}
         self._prompts = dict([*self._prompts.items()][-MAX_CACHED_PROMPTS:])
@@ -169,7 +171,8 @@ class PrefixCache:
     def prepare(self, model: Decoder, requests: Sequence[Request], upcoming: Iterable[Request] = ()) -> None:
         """Compute the sequences of these requests that are missing; a partial completion resumes from the kept sequence
         that shares most first tokens. Rows that a call would leave empty take new sequences of equal shape that are
-        needed next."""
+        needed next.
+        """
         turns = [request for request in requests if request.keep_prompt and request.partial is not None]
         missing = {turn.prompt.key: turn for turn in turns if turn.prompt.key not in self._prompts}
         if missing:
@@ -204,7 +207,8 @@ class PrefixCache:
 
     def _longest(self, request: Request) -> tuple[int, Prefix | None]:
         """Return the largest number of a request's first tokens that a kept sequence holds, and that sequence; of a
-        turn of an episode always those of the prompt."""
+        turn of an episode always those of the prompt.
+        """
         if request.keep_prompt:
             return len(request.prompt), self._prompts[request.prompt.key]
         best: tuple[int, Prefix | None] = (0, None)
@@ -257,7 +261,8 @@ def prefill_shape(length: int, start: int = 0) -> PrefillShape:
 
 FEW_SLOTS, MIN_COLUMNS, MIN_PROMPT_COLUMNS, MIN_COLUMNS_FEW_SLOTS = 16, 64, 32, 256
 """Minimum sizes of the batch, cache and prompts of a chunk, since smaller ones save little. The last number is the
-minimum of cache and prompts with so few slots."""
+minimum of cache and prompts with so few slots.
+"""
 ALIGN_FROM_COLUMNS, COLUMN_ALIGNMENT = 1024, 128
 """Columns of a cache: from the first number on they are a multiple of the second."""
 LOOK_AHEAD = 32
@@ -266,13 +271,15 @@ MIN_CHUNKS_TO_SHRINK = 4
 """Minimum number of chunks that some request may still take before a batch of just the size needed is compiled."""
 TAIL_DIVISOR = 4
 """Divisor of the slots: if all requests are near their end, a batch has all slots or this part of them, which adds only
-one size, for the last requests of a step."""
+one size, for the last requests of a step.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
     """Fixed settings of an engine: those of ``Engine``, the model's ``config``, and the ``dtype`` of its weights, keys
-    and values. With the kernels ``form`` no more than live columns are read; None is the plain form."""
+    and values. With the kernels ``form`` no more than live columns are read; None is the plain form.
+    """
 
     config: Any
     dtype: Any
@@ -287,7 +294,8 @@ class EngineSpec:
 
 class Scheduler:
     """Owner of the slots on the device, of the requests in them, by slot, and of the prefixes that these begin with.
-    ``sampling``: rules for all requests."""
+    ``sampling``: rules for all requests.
+    """
 
     def __init__(self, spec: EngineSpec, sampling: Sampling):
         self._spec = spec
@@ -307,7 +315,8 @@ class Scheduler:
 
     def refill(self, model: Decoder, queue: collections.deque[Request], unread: bool) -> None:
         """Compute the prompts of waiting requests and give these slots and blocks, first come first served, in a batch
-        of the size that all requests need. ``unread``: whether the previous chunk has not been read yet."""
+        of the size that all requests need. ``unread``: whether the previous chunk has not been read yet.
+        """
         admitted = pop_next(queue, self.running, self._shape, self._spec.slots)
         near = itertools.islice(queue, LOOK_AHEAD * self.prefixes.rows)
         self.prefixes.prepare(model, admitted, (request for request in near if request.partial is None))
@@ -441,7 +450,8 @@ def chunk_shape(
     spec: EngineSpec, sampling: Sampling, requests: list[Request], previous: SlotShape | None, unread: bool
 ) -> SlotShape:
     """Return slots and columns of the next chunk, in few sizes, so that few programs are compiled; and its minimum
-    blocks."""
+    blocks.
+    """
     slots, longest = cache_shape(spec, sampling)
     parts = slot_parts(spec.mesh, slots)
     if spec.strict:
@@ -500,7 +510,8 @@ def pop_next(
 ) -> list[Request]:
     """Take waiting requests for the free ones of ``slots`` slots out of the queue, in order. Where a mesh divides the
     slots, each part first continues with prompts that it has, then begins one that no other has: a prompt's requests
-    stay together, and read one block. It looks at four times the slots."""
+    stay together, and read one block. It looks at four times the slots.
+    """
     free = min(slots - len(running), len(queue))
     if shape is None or shape.parts == 1 or not free:
         return [queue.popleft() for _ in range(free)]

@@ -59,7 +59,8 @@ def constrain_cache(cache: Cache) -> Cache:
 
 def map_local_rows(change: Callable[..., Cache], mesh: Mesh | None, cache: Cache, new: Any, *index: jax.Array) -> Cache:
     """Apply ``change(cache, new, *index)`` to every device's own rows and heads; ``index`` has an entry for each slot.
-    ``new``: None, or a cache of as many rows, partitioned alike."""
+    ``new``: None, or a cache of as many rows, partitioned alike.
+    """
     if mesh is None:
         return change(cache, new, *index)
     rows = fit_spec(cache.k.shape, CACHE_PARTITION, mesh)
@@ -152,7 +153,8 @@ def empty_slots(
     cache_shape: tuple[int, int] | None = None,
 ) -> Slots:
     """Return inactive slots on the mesh: B and U over data and fsdp, key/value heads over tensor. ``cache_shape``: rows
-    and columns of the cache, those of the slots unless more are given."""
+    and columns of the cache, those of the slots unless more are given.
+    """
     cache = empty_cache(config, *(cache_shape or (shape.rows, shape.columns)), dtype)
     blocks = empty_cache(config, shape.blocks, shape.prompt_columns, dtype)
     slots = jax.tree.map(jnp.asarray, empty_admission(shape, 0, repetition).slots)
@@ -242,7 +244,8 @@ def fill_slots(slots: Slots, prefilled: Cache, admission: Admission, mesh: Mesh 
 def rearrange_slots(cache: Cache, rows: Slots, order: jax.Array, source: jax.Array, mesh: Mesh | None = None) -> Slots:
     """Replace slot i with slot ``order[i]`` of ``rows`` (without cache and blocks), idle where that int32[new B] is
     negative. The cache's rows move in place, never copied: row ``source[i]`` of its part to slot i; negative where it
-    stays, int32[new B]. ``mesh`` divides both."""
+    stays, int32[new B]. ``mesh`` divides both.
+    """
     old = jnp.maximum(order, 0)
     new_rows = jax.tree.map(lambda x: jnp.take(x, old, axis=0), rows)
     cache = map_local_rows(move_rows, mesh, cache, None, source)
@@ -255,7 +258,8 @@ def rearrange_blocks(
     slots: Slots, order: jax.Array, columns: int, lanes: jax.Array, mesh: Mesh | None = None, parts: int = 1
 ) -> Slots:
     """Return the slots with block i made of the old block ``order[i]``, of ``columns`` columns, and with new lanes.
-    Every device moves its own blocks, since otherwise each would gather all of them."""
+    Every device moves its own blocks, since otherwise each would gather all of them.
+    """
 
     take = lambda cache, _, order: with_columns(take_rows(cache, order % cache.v.shape[1]), columns)  # noqa: E731
     blocks = map_local_rows(take, mesh if parts > 1 else None, slots.blocks, None, order)
@@ -280,7 +284,8 @@ def extend_prompts(
 ) -> tuple[Cache, jax.Array | None]:
     """Extend the cache [P rows] with keys and values of ``tokens`` int32[P, C] from each row's position ``lengths`` on.
     ``cache``: None creates one of so many columns. Each device computes its own rows. Returns the cache, and for the
-    host, on every device, the experts of each token [P, C, L, k]; None for a dense model."""
+    host, on every device, the experts of each token [P, C, L, k]; None for a dense model.
+    """
     tokens = constrain(tokens, BATCH)
     new, experts = extend(model, cache, lengths, tokens)
     if mesh is not None and experts is not None:

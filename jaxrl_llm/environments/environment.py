@@ -189,7 +189,8 @@ def check_copy(value: Any) -> Environment:
 class Tool:
     """A function, maybe ``async``, that the model may call by name; ``schema``, for the chat template, is ``{"type":
     "function", "function": {...}}``. Calls of one reply run at the same time, each on a thread of its own, if they are
-    ``apart``; methods of an environment share its state."""
+    ``apart``; methods of an environment share its state.
+    """
 
     function: Callable[..., Any]
     schema: Mapping[str, Any]
@@ -247,7 +248,8 @@ def tools_of(functions: Iterable[Callable[..., Any]]) -> dict[str, Tool]:
 
 def methods_of(instance: Any) -> dict[str, Tool]:
     """Return the tools of an environment after TRL's interface: its public methods, inherited ones too, but ``reset``
-    and ``get_reward``. Properties and attributes that are callable and no methods are not looked at."""
+    and ``get_reward``. Properties and attributes that are callable and no methods are not looked at.
+    """
     kind = type(instance)
     methods: dict[str, Tool] = {}
     for name, _ in inspect.getmembers(kind, inspect.isfunction):
@@ -268,7 +270,8 @@ def _schema_of_method(function: Callable[..., Any], bound: bool, name: str) -> M
 
 class DuckTyped(Environment):
     """An environment after TRL's interface: any object with ``reset(**row)`` that returns None, or text to append to
-    the last user message. Every public method is a tool, ``get_reward()`` is optional."""
+    the last user message. Every public method is a tool, ``get_reward()`` is optional.
+    """
 
     joint = ""
 

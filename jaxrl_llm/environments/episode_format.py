@@ -51,7 +51,8 @@ _SHAPES = tuple(
 
 class FollowingText(NamedTuple):
     """Text after a reply, up to the next one; ``region``: its part up to the first content that follows, which the
-    template alone writes; ``inside``: whether it begins inside the last argument of the reply's last call."""
+    template alone writes; ``inside``: whether it begins inside the last argument of the reply's last call.
+    """
 
     region: str
     text: str
@@ -140,7 +141,8 @@ class Renderings:
 
     def chat(self, prompt: Sequence[Message], turns: Sequence[Message]) -> str:
         """Return the text of a whole chat, up to the start of the next reply, as the template writes it now:
-        ``prompt``, ready to be rendered, and ``turns``, the replies and what the world said to each."""
+        ``prompt``, ready to be rendered, and ``turns``, the replies and what the world said to each.
+        """
         last = max(index for index, turn in enumerate(turns) if turn["role"] == "assistant") + 1
         shape, _ = self._region([*prompt, *turns[:last]], turns[last:])
         history = list(prompt)
@@ -343,7 +345,8 @@ class EpisodeFormat:
 
     def prompt(self, messages: Sequence[Message], theirs: int = 0) -> list[int]:
         """Return the ids of an episode's first messages, up to the start of the first reply. Control tokens in the
-        contents of users, of tools, and of the environment's messages, the last ``theirs``, are text."""
+        contents of users, of tools, and of the environment's messages, the last ``theirs``, are text.
+        """
         require(
             any(message["role"] == "user" for message in messages),
             "an episode begins without a message of the user; let the row or the environment's reset give one",
@@ -354,7 +357,8 @@ class EpisodeFormat:
     def suffix(self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int]) -> list[int]:
         """Return the ids between a reply and the next one: the end of its turn, the world's messages, the next start. A
         stop token that the template does not write stays in place of the template's own end of the turn. The last of
-        ``turns`` is the parsed reply, ``sampled`` its ids with any stop token; control tokens in messages are text."""
+        ``turns`` is the parsed reply, ``sampled`` its ids with any stop token; control tokens in messages are text.
+        """
         guarded = [self._guard.of_world(message) for message in messages]
         last = text_of(self.tokenizer, sampled[-1:]) if len(sampled) and sampled[-1] in self._control else ""
         if self._plain:
@@ -373,7 +377,8 @@ class EpisodeFormat:
     ) -> list[int]:
         """Return the ids of the whole chat up to the next reply, if a new row begins there: where the template by now
         writes otherwise what the row holds, if ``history`` is "fork"; empty if the row goes on. ``prompt`` and
-        ``theirs`` are those of ``prompt``; the last of ``turns`` is the parsed reply; ``messages`` are the world's."""
+        ``theirs`` are those of ``prompt``; the last of ``turns`` is the parsed reply; ``messages`` are the world's.
+        """
         guarded = [self._guard.of_world(message) for message in messages]
         if self._history != "fork" or self._plain or not self._renderings.rewrites(turns, guarded):
             return []
@@ -386,7 +391,8 @@ class EpisodeFormat:
         self, turns: Sequence[Message], messages: Sequence[Message], sampled: Sequence[int], suffix: Sequence[int]
     ) -> list[tuple[int, int]]:
         """Return the range ``(begin, end)`` of each message's content among the tokens of their ``suffix``, made of the
-        same arguments: those that change with the content, also where one joins its end with the template's text."""
+        same arguments: those that change with the content, also where one joins its end with the template's text.
+        """
         ranges = []
         for index, message in enumerate(messages):
             text = message["content"].strip()
@@ -400,7 +406,8 @@ class EpisodeFormat:
 
     def parse(self, tokens: Sequence[int], before: Sequence[int] | None = None) -> ParsedReply:
         """Return the message of a sampled reply, from its ids with the stop token. ``before``: ids that it continues,
-        which tell whether it begins inside reasoning; None means those of a prompt."""
+        which tell whether it begins inside reasoning; None means those of a prompt.
+        """
         text = text_of(self.tokenizer, tokens, self._stops)
         start = self._start if before is None else text_of(self.tokenizer, before[-_LAST:])
         opens = ("<think>", "<|channel>thought", "<|channel>", "<|START_THINKING|>", "[THINK]")

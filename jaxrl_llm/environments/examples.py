@@ -49,7 +49,8 @@ CALCULATOR = in_turns(
 @dataclasses.dataclass(frozen=True)
 class Products:
     """Products of numbers of two digits, to be found with the tool ``multiply``: ``size`` different ones, drawn by
-    ``seed``. ``before``: messages before the question; their calls are text, in the form of most chat templates."""
+    ``seed``. ``before``: messages before the question; their calls are text, in the form of most chat templates.
+    """
 
     size: int = 512
     seed: int = 0
@@ -93,7 +94,8 @@ class Keys:
 
 class Lookup(Environment):
     """A table of names and numbers, new in each episode: ``<get>name</get>`` is answered with its number. The reward is
-    1 if the last number of the first reply without a ``<get>`` is that of the row's ``name``."""
+    1 if the last number of the first reply without a ``<get>`` is that of the row's ``name``.
+    """
 
     def reset(self, row: Mapping[str, Any], seed: int) -> tuple[()]:
         """Draw the number of the row's name."""
@@ -200,7 +202,8 @@ class TextArena(Environment):
 class SkyRL(Environment):
     """An environment of SkyRL-gym: ``init(prompt)``, ``step(text)``, ``close()``. What it would cut off a reply
     (``postprocessed_action``) stays: the model's tokens are never changed. ``make`` returns a row's environment, such
-    as ``lambda row: skyrl_gym.make("gsm8k_multi_turn", extras={"reward_spec": {"ground_truth": row["answer"]}})``."""
+    as ``lambda row: skyrl_gym.make("gsm8k_multi_turn", extras={"reward_spec": {"ground_truth": row["answer"]}})``.
+    """
 
     def __init__(self, make: Callable[[Mapping[str, Any]], Any]):
         self._make = make

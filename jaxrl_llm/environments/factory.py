@@ -47,7 +47,8 @@ class Factory:
 
     def world(self, row: Mapping[str, Any], seed: int, limits: Limits) -> World:
         """Return the world of an episode of a row; its environment is made on the episode's own thread, at its reset.
-        InputError: there are several environments, and the row names none of them."""
+        InputError: there are several environments, and the row names none of them.
+        """
         visible_row = {name: value for name, value in row.items() if not (self._by_name and name == COLUMN)}
         return World(self._makers[self._name(row)], visible_row, seed, limits, self.functions)
 

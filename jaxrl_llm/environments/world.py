@@ -76,7 +76,8 @@ def format_error(error: BaseException | None, kind: bool = True) -> str:
 class EventLoop:
     """Owner of an event loop on a daemon thread, which all episodes share: ``async`` clients belong to one loop. A call
     that blocks the loop is left with it, and later ones get another. A call that is late is abandoned ``grace_s`` after
-    its limit if it is not cancelled; a value until then counts: another call may have held the loop."""
+    its limit if it is not cancelled; a value until then counts: another call may have held the loop.
+    """
 
     def __init__(self, grace_s: float = 1.0):
         self.grace_s = grace_s
@@ -369,7 +370,8 @@ class World:
 
     def reset(self, messages: Sequence[Message]) -> tuple[list[Message], Answer]:
         """Begin the episode; return the whole prompt, a first user message of the environment joined to the row's last,
-        and an answer that has an end if the environment failed."""
+        and an answer that has an end if the environment failed.
+        """
         prompt = [dict(message) for message in messages]
         if self.environment is None:
             outcome = self._call(self._make)
@@ -386,7 +388,8 @@ class World:
 
     def reply(self, parsed: ParsedReply) -> Answer:
         """Answer one reply of the model. A tool that is unknown, raises or takes too long is answered with the error,
-        and the episode goes on. A reply without calls completes it, unless the environment has a ``step``."""
+        and the episode goes on. A reply without calls completes it, unless the environment has a ``step``.
+        """
         self._turns += 1
         if parsed.error:
             return self._unparsed(parsed.error)

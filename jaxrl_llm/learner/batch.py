@@ -64,7 +64,8 @@ class Sample:
 
 class Counts(NamedTuple):
     """What one objective counts in an optimiser step, over all its microbatches: valid ``tokens``, float32[], and
-    ``sequences``, float32[], the completions with a valid token."""
+    ``sequences``, float32[], the completions with a valid token.
+    """
 
     tokens: Any
     sequences: Any
@@ -129,7 +130,8 @@ class Packed(NamedTuple):
 class Layout:
     """Shapes of a microbatch: R ``rows`` of ``row_tokens`` S (at least the longest prompt with its completion),
     completions of up to ``completion_tokens`` T, and ``parts`` P, into which a mesh divides the rows; P divides R.
-    ``share_prompts``: whether completions of one prompt share it within a row; else each has its own copy."""
+    ``share_prompts``: whether completions of one prompt share it within a row; else each has its own copy.
+    """
 
     rows: int
     row_tokens: int
@@ -142,7 +144,8 @@ class Layout:
 class Segment:
     """Consecutive ``tokens`` of a ``sample`` (its index), all of them unless it forks, and what the model reads before
     them: ``prompt`` int32[p], and ``prompt_arrays`` [p, ...] each, 0 for what a fork reads. Segments of equal ``unit``
-    are placed at one time, in one microbatch if ``together``."""
+    are placed at one time, in one microbatch if ``together``.
+    """
 
     sample: int
     tokens: slice
@@ -165,7 +168,8 @@ DEVICE_DTYPES = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
 def pack(samples: Sequence[Sample], layout: Layout, objectives: Sequence[str] = POLICY) -> Packed:
     """Pack samples, at least one, into microbatches; samples of one prompt share it within a row. ``objectives``: names
     of those that will read them. InputError: a prompt with its completion is longer than a row, or samples that belong
-    together fill more than a microbatch."""
+    together fill more than a microbatch.
+    """
     batches = assign_rows(samples, layout)
     empty = empty_batch(samples, batches, layout, objectives)
     for number, batch in enumerate(batches):
@@ -265,7 +269,8 @@ class RowPacker:
 
     def add(self, members: Sequence[Segment]) -> None:
         """Add segments of one prompt; those that do not fit continue in the next row, after a copy of the prompt.
-        Padding would cost as much as the copied tokens."""
+        Padding would cost as much as the copied tokens.
+        """
         row_tokens = self._layout.row_tokens
         prompt = len(members[0].prompt)
         piece: Piece = []

@@ -35,7 +35,8 @@ ROUTE_ARRAYS = (EXPERTS, EXPERTS_KNOWN, EXPERTS_REPLAYED)
 def sampled_routes(completion: Completion) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Return a sample's ``arrays`` and ``prompt_arrays`` of the experts that its completion took; {} without any. A
     completion's row t is of the pass that predicted token t; a sample's is of the pass that reads it. Nothing reads the
-    last token."""
+    last token.
+    """
     rows = completion.extras.get(EXPERTS)
     if rows is None or EXPERTS not in completion.prompt_extras or not len(rows):
         return {}, {}
@@ -86,7 +87,8 @@ def routes_of_model(model: Any, rows: Any, compute: ComputeOptions) -> jax.Array
 
 def rerouted(chosen: jax.Array, by_column: dict[str, jax.Array]) -> jax.Array:
     """Return 1 where a token's experts are not those that the sampler took, in any layer; 0 elsewhere, float32[R, S].
-    ``chosen``: by the live router, [R, S, L, k]. ``by_column``: ``Packed.by_column``."""
+    ``chosen``: by the live router, [R, S, L, k]. ``by_column``: ``Packed.by_column``.
+    """
     differ = jnp.sort(chosen, axis=-1) != jnp.sort(by_column[EXPERTS], axis=-1)
     return (jnp.any(differ, axis=(2, 3)) & by_column[EXPERTS_KNOWN]).astype(jnp.float32)
 
@@ -101,7 +103,8 @@ def expert_load(samples: Sequence[Sample], experts: Experts | None) -> dict[str,
     """Return how evenly the sampler's tokens were divided among the experts, a mean over layers; {} without any.
     ``experts/load_entropy`` is relative to that of equal loads, so 1 at best; ``experts/busiest_share`` is that of the
     busiest expert, 1 / E at best; ``experts/dead_fraction`` is the share of experts without a token;
-    ``experts/bytes_per_token`` is the size of a token's record."""
+    ``experts/bytes_per_token`` is the size of a token's record.
+    """
     rows = [sample.arrays[EXPERTS][sample.arrays[EXPERTS_KNOWN]] for sample in samples if EXPERTS in sample.arrays]
     if experts is None or not sum(map(len, rows)):
         return {}
@@ -120,18 +123,21 @@ def expert_load(samples: Sequence[Sample], experts: Experts | None) -> dict[str,
 
 Output = Any
 """A name in ``Outputs``; or a hashable function that makes an output, [P, N, ...] or several such, of ``(model, hidden
-states [P, N, D] of predictions, microbatch, temperature)``, and is its name."""
+states [P, N, D] of predictions, microbatch, temperature)``, and is its name.
+"""
 Outputs = dict[Output, Any]
 """Outputs of a forward pass by name: float32[B, T] each, 0 at padding. ``logp``, ``entropy``: nats, of the token and of
 its whole distribution, at the sampling temperature. ``values``: a scalar model's output where the token is predicted:
 the value of the state before it. ``rerouted``, wherever the sampler recorded experts: 1 where the router that predicts
-the token chooses others."""
+the token chooses others.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Forward:
     """The settings of the learner's forward passes: ``layout`` of a microbatch, ``compute``, how layers are computed,
-    the sampling ``temperature``, applied to every log-probability, and the ``mesh`` of models and data."""
+    the sampling ``temperature``, applied to every log-probability, and the ``mesh`` of models and data.
+    """
 
     layout: Layout
     compute: ComputeOptions
@@ -165,7 +171,8 @@ def compute_outputs(
     entropy_gradient: bool = False,
 ) -> Outputs:
     """Compute the named outputs of one microbatch by one forward pass; ``batch`` has no microbatch axis here.
-    ``entropy_gradient``: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing."""
+    ``entropy_gradient``: whether the entropy is differentiated; if not, its gradient is 0 and costs nothing.
+    """
     scalar = isinstance(model, ScalarModel)
     replayed = batch.by_column.get(EXPERTS_REPLAYED)
     hidden, experts = prediction_states(model.decoder if scalar else model, batch, compute, replayed)
@@ -198,7 +205,8 @@ def prediction_states(
     model: Any, batch: Packed, compute: ComputeOptions, replayed: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the final hidden states [P, N, D] of the positions that predict completion tokens, and the experts that
-    the routers chose; the arguments and the experts are those of ``routed``."""
+    the routers chose; the arguments and the experts are those of ``routed``.
+    """
     rows = jax.tree.map(lambda x: constrain(x, BATCH), batch.rows)
     hidden, experts = routed(model, rows, compute, replayed)
     return constrain(take_predictions(hidden, batch), BATCH), experts
@@ -232,7 +240,8 @@ def microbatch(packed: Packed, index: jax.Array) -> Packed:
 
 def score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: Output = "logp") -> Any:
     """Compute one output [M, B, T, ...] of a whole step's completions, without a gradient. What objectives alone read
-    is left out, so that this is one program whatever they are. Experts are replayed if ``packed`` has those to take."""
+    is left out, so that this is one program whatever they are. Experts are replayed if ``packed`` has those to take.
+    """
     replayed = {name: x for name, x in packed.by_column.items() if name == EXPERTS_REPLAYED}
     packed = packed._replace(counted={}, by_sequence={}, by_token={}, by_column=replayed, counts=None)
     return jitted_score(compute.compiler)(model, packed, temperature, compute, output)

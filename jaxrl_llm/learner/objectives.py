@@ -40,7 +40,8 @@ CLIP_PROBABILITY = "clip_probability"
 PRECOMPUTED = {"old_logp": ("policy", "logp"), "ref_logp": ("reference", "logp"), "old_values": ("critic", "values")}
 """Arrays [B, T] that an objective may need, by their name in ``Packed.by_token``: the role, or frozen copy, and its
 model output. They are computed once, before a batch's first update, at the shapes of the updates, unless samples give
-them."""
+them.
+"""
 
 
 class Objective:
@@ -64,7 +65,8 @@ class Objective:
 
     def over_step(self, outputs: Outputs, batch: Packed) -> Scalars:
         """Return arrays [B, T] for ``Packed.by_token``, by name, that depend on all rows of a step; {} for none.
-        Outputs and batch hold the rows of all microbatches, without the microbatch axis."""
+        Outputs and batch hold the rows of all microbatches, without the microbatch axis.
+        """
         return {}
 
     def __call__(self, outputs: Outputs, batch: Packed, counts: Counts, coefficients: Scalars) -> Share:
@@ -184,7 +186,8 @@ class PolicyGradient(Objective):
 @dataclasses.dataclass(frozen=True)
 class ValueLoss(Objective):
     """A critic's ``advantages.value_loss`` towards ``returns``, which are computed once, before the first update.
-    ``clip``: how far a value may move from its old one; None for no bound."""
+    ``clip``: how far a value may move from its old one; None for no bound.
+    """
 
     clip: float | None = 0.2
     name: ClassVar[str] = "values"
@@ -219,7 +222,8 @@ class NextToken(Objective):
     """``-coef mean_t(logp)`` over the tokens that count, nats: supervised fine-tuning, and the texts of PPO-ptx. With a
     policy gradient, ``coef``, 0 and above, is the gamma of arXiv 2203.02155, eq. 2, for a mean over tokens:
     InstructGPT's 27.8 belongs to its own reduction and does not carry over. ``prefix`` begins the names of its
-    metrics."""
+    metrics.
+    """
 
     coef: float = 1.0
     prefix: str = ""
@@ -243,7 +247,8 @@ def old_policy(
     """Return the log-probabilities [B, T] that ratios are taken against. On-policy the ratio is 1 by construction. For
     a token of an earlier step it is the sampler's log-probability: the ratio covers the whole drift, and the correction
     adds nothing. For a loss with a correction and no ratio, the correction covers the drift, and the old policy is the
-    learner's."""
+    learner's.
+    """
     old = jax.lax.stop_gradient(logp) if old_logp is None else old_logp
     if algorithm.correction is not None and not algorithm.surrogate.reads_ratio:
         return old
@@ -254,7 +259,8 @@ def old_policy(
 def summed_kl(packed: Packed, logp: jax.Array) -> jax.Array:
     """Return the KL of a policy with these log-probabilities; nats, summed over the tokens that its loss counts. With a
     reference it is ``KL(policy || reference)``, weighted by policy / sampler since another policy drew the tokens; else
-    ``KL(old || policy)`` on the old policy's own tokens. It is for each token given those before it."""
+    ``KL(old || policy)`` on the old policy's own tokens. It is for each token given those before it.
+    """
     by_token = packed.by_token
     sampler = by_token["sampler_logp"]
     if "ref_logp" in by_token:
@@ -269,7 +275,8 @@ def summed_kl(packed: Packed, logp: jax.Array) -> jax.Array:
 class PairLoss(Objective):
     """A ``loss`` of ``algorithms.preference``, of each pair's margin, over pairs of completions. Samples carry the
     scalars ``sign``, 1 for the better one and -1 for the worse, and ``ref_logp``, the sum over its tokens under the
-    reference, nats, which a loss without a reference does not read. Both of a pair are counted."""
+    reference, nats, which a loss without a reference does not read. Both of a pair are counted.
+    """
 
     loss: Any
     name: ClassVar[str] = "pairs"
@@ -319,7 +326,8 @@ UNRELATED = -1.0
 class UnpairedLoss(Objective):
     """KTO, the ``loss`` of each completion, over completions with labels. Samples carry the scalars ``label``, 1 for a
     good completion, 0 for a bad one and ``UNRELATED`` for the completion of another prompt, one for each labelled
-    sample; and ``ref_logp`` as in ``PairLoss``. The reference point is a mean over the whole step."""
+    sample; and ``ref_logp`` as in ``PairLoss``. The reference point is a mean over the whole step.
+    """
 
     loss: KTO
     name: ClassVar[str] = "unpaired"
@@ -416,7 +424,8 @@ class Ranking(Objective):
 class StepEntropy(Objective):
     """Cross-entropy of ``sigmoid(value)`` with a label from 0 to 1 at the end of each step (arXiv 2305.20050). Labels
     may be soft: the share of continuations from there that succeeded. Samples carry the array ``labels``; the mask
-    counts the places one behind the last tokens of steps, where the value has read the step."""
+    counts the places one behind the last tokens of steps, where the value has read the step.
+    """
 
     name: ClassVar[str] = "steps"
     role: ClassVar[str] = "policy"
@@ -442,7 +451,8 @@ TEACHER_INDEX = "teacher"
 @dataclasses.dataclass(frozen=True)
 class Teacher:
     """A frozen model that is run with each microbatch of the policy: ``model``, or its shapes, None for the frozen base
-    of the policy's own adapter; ``compute``: how its layers are computed."""
+    of the policy's own adapter; ``compute``: how its layers are computed.
+    """
 
     model: Any
     compute: ComputeOptions
@@ -451,7 +461,8 @@ class Teacher:
 @dataclasses.dataclass(frozen=True)
 class TopOutput:
     """A teacher's ``k`` most likely tokens as an output: ``models.heads.TopTokens`` [P, N, ...]. ``vocab`` is the
-    student's; tokens from there on are left out."""
+    student's; tokens from there on are left out.
+    """
 
     k: int
     vocab: int
@@ -466,7 +477,8 @@ class TeacherDivergence:
     """The ``divergence`` from the teacher as an output, float32[P, N], nats. With ``divergence.top_k`` it reads
     ``teacher_ids`` and ``teacher_logp`` of the predictions; otherwise the batch's teachers read its rows here, and no
     logits outlive a chunk. ``teachers``: names in ``Packed.teachers``, in the order of the numbers of samples'
-    teachers; of several only those run that have a row in the microbatch."""
+    teachers; of several only those run that have a row in the microbatch.
+    """
 
     divergence: JensenShannon
     teachers: tuple[str, ...]
@@ -507,7 +519,8 @@ class TeacherDivergence:
 class DivergenceLoss(Objective):
     """``weight mean_t(D)``: the ``divergence`` D of the policy from its teacher (of the names ``teachers``) over the
     tokens that count, nats: a sum over the vocabulary divided by the number of tokens (GKD, arXiv 2306.13649). The
-    tokens are the policy's or given ones; no gradient passes through how they were sampled."""
+    tokens are the policy's or given ones; no gradient passes through how they were sampled.
+    """
 
     weight: float
     divergence: JensenShannon

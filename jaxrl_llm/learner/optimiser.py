@@ -82,7 +82,8 @@ def adafactor(moments: Moments) -> optax.GradientTransformation:
     """Return Adafactor: factored second moments, with a decay rising to b2 as 1 - t ** -0.8; momentum unless b1 is 0.
     Arrays are folded to matrices, so that the paper's matrix is factored, not a head of it; those with fewer than 128
     rows or columns are kept whole. Step sizes are not relative, as in arXiv 2106.04560, section 3.4, and steps are not
-    clipped."""
+    clipped.
+    """
     fold = functools.partial(jax.tree.map_with_path, fold_to_matrices)
 
     def decay(step: Any, _: Any) -> jax.Array:
@@ -100,7 +101,8 @@ def adafactor(moments: Moments) -> optax.GradientTransformation:
 
 def muon(moments: Moments) -> optax.GradientTransformation:
     """Return Muon (arXiv 2502.16982): momentum of each layer's matrices, orthogonalised. Embeddings, head, norms and
-    biases use Adam."""
+    biases use Adam.
+    """
 
     axes = functools.partial(jax.tree.map_with_path, muon_dimensions)
 

@@ -35,7 +35,8 @@ HEAD_CHUNK = {"tpu": 1024, "gpu": 1024}
 """Positions of a chunk of the LM head by platform (``ComputeOptions``' own if not listed). The compiler's cycles of
 8,192 positions, chunks of 512, 1,024 and 2,048: 1.5B on v5e 0.151, 0.117 and 0.125 s; 7B over tensor 2 on v5p 0.062,
 0.054 and 0.052 s; 32B over tensor 8 there 0.021 and 0.017 s for the first two. An H100's bytes: 1.5B 26, 18 and 14 ms,
-with temporaries of 1.0, 1.5 and 2.6 GiB."""
+with temporaries of 1.0, 1.5 and 2.6 GiB.
+"""
 MAX_UNROLLED_LAYERS = 12
 """The most layers that are unrolled in a CPU program."""
 
@@ -46,7 +47,8 @@ def compute_for(
     """Return compute options for a platform ("cpu", "gpu" or "tpu") and a model; all such choices are made here.
     ``compiler``: of ``compiler_options``, for the mesh on which the model is computed. InputError: the settings ask for
     an attention that the platform lacks, or that cannot compute the model; or for replay of the routing of a model
-    without experts."""
+    without experts.
+    """
     attention = settings.compute.attention
     if attention == "auto":
         usable = (name for name in ATTENTION_PLATFORMS if not attention_obstacle(name, settings, config, platform))
@@ -136,7 +138,8 @@ def layout_for(
 
 def rows_for_turns(layout: Layout, turns: int, microbatch_rows: int) -> Layout:
     """Return the layout with as many rows as an episode of so many turns can fill, since the loss reads them together.
-    ``microbatch_rows``: ``learner.compute.microbatch_rows``; 0 takes as many as needed. InputError: it sets fewer."""
+    ``microbatch_rows``: ``learner.compute.microbatch_rows``; 0 takes as many as needed. InputError: it sets fewer.
+    """
     require(
         layout.rows >= turns or not microbatch_rows,
         f"learner.compute.microbatch_rows {microbatch_rows} is less than rollout.episode.max_turns {turns}, and with "
@@ -154,7 +157,8 @@ def tokens_in_memory(
     memory: float,
 ) -> float:
     """Estimate by a formula the tokens of a microbatch that fit on a device together with the trained model. ``sizes``:
-    of the mesh's axes fsdp and tensor. ``memory``: bytes of the device, infinite if unknown."""
+    of the mesh's axes fsdp and tensor. ``memory``: bytes of the device, infinite if unknown.
+    """
     weight_bytes = jnp.dtype(settings.dtype).itemsize
     bytes_per_weight = weight_bytes + jnp.dtype(compute.dtype).itemsize
     if not settings.lora.rank:  # a reference, a microbatch's gradients, their sum and two moments in float32
@@ -168,7 +172,8 @@ def token_bytes(
 ) -> float:
     """Estimate by a formula the bytes that a pass needs for each token of a device's part of a microbatch, in rows of
     ``row_tokens`` S. A forward pass needs the widest layer, attention scores and hidden states; with ``update`` also
-    the activations that the backward pass keeps of each layer. ``share``: of a matrix product that the device does."""
+    the activations that the backward pass keeps of each layer. ``share``: of a matrix product that the device does.
+    """
     a = config.attention
     width = jnp.dtype(compute.dtype).itemsize
     layer = (6 * config.active_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
@@ -223,7 +228,8 @@ def utilisation(
 
 def count_work(config: ModelConfig, groups: Sequence[Sequence[Sample]]) -> tuple[int, float, int]:
     """Return what a model reads of the groups in one epoch: tokens, pairs of queries and keys that see each other
-    (summed over layers), and completion tokens, which a language model predicts."""
+    (summed over layers), and completion tokens, which a language model predicts.
+    """
     lengths = [(len(sample.prompt), len(sample.tokens)) for group in groups for sample in group]
     prompts = [len(prompt) for group in groups for prompt in {s.prompt.tobytes(): s.prompt for s in group}.values()]
     pairs = sum(visible_pairs(config, 0, prompt) for prompt in prompts)

@@ -21,7 +21,8 @@ from jaxrl_llm.types import AdvantageContext, Completion, Group, Turn
 
 Models = Mapping[str, Callable[[Sequence[Sample]], list[np.ndarray]]]
 """Model outputs for estimators, one number for each token of each sample: ``ref_logp`` of the frozen reference,
-``values`` of the critic."""
+``values`` of the critic.
+"""
 
 EXPLAINED_VARIANCE = "critic/explained_variance"
 POOLED_METRICS = ("critic/tokens", "critic/returns_variance", "critic/residual_variance")
@@ -101,7 +102,8 @@ def to_sample(
     reads: Collection[str],
 ) -> Sample:
     """Return a completion's sample with the mask of the loss and the arrays that it reads; the advantage is set
-    later."""
+    later.
+    """
     completion = group.completions[place[1]]
     fresh = completion.version == version
     mask = completion.mask & (fresh | learn_earlier) & (completion.finish_reason not in dropped)
@@ -156,7 +158,8 @@ def estimate_advantages(
     estimator: Any, rewards: Any, context: AdvantageContext | None, kl_coef: Any = None
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute advantages, and the critic's targets if the estimator reads its values. ``kl_coef``: of a KL in the
-    reward; the rows of arrays [B, T] stay on their devices."""
+    reward; the rows of arrays [B, T] stay on their devices.
+    """
     if kl_coef is not None:
         rewards, context = estimator.penalised(rewards, context, kl_coef)
         estimator = estimator.estimator
@@ -167,7 +170,8 @@ def estimate_advantages(
 
 def shard_rows(context: AdvantageContext | None) -> Any:
     """Return an estimator's inputs [B, ...] with their rows divided over the mesh set by ``jax.set_mesh``, which may be
-    abstract; unchanged on one device, or without a mesh."""
+    abstract; unchanged on one device, or without a mesh.
+    """
     mesh: Any = jax.sharding.get_mesh()
     if context is None or mesh.empty or mesh.size == 1:
         return context
@@ -192,7 +196,8 @@ def advantage_context(
 ) -> AdvantageContext | None:
     """Return the estimator's inputs besides rewards, [B, T] each; None if it needs nothing. A KL in the reward is that
     of the policy that sampled, from the sampler's own log-probabilities, for tokens of earlier steps too. The state
-    after the last token has a value if the completion was cut off. Step rewards are NaN where no step ends."""
+    after the last token has a value if the completion was cut off. Step rewards are NaN where no step ends.
+    """
     needs = estimator.needs
     if not needs:
         return None
@@ -221,7 +226,8 @@ def advantage_context(
 
 def turn_arrays(groups: Sequence[Group], rewards: np.ndarray, length: int) -> dict[str, np.ndarray]:
     """Return ``turn_rewards`` and ``states`` of ``AdvantageContext``, [B, T] each, for rewards float[P, G]. A state is
-    what the environment called it (``Step.state``), else all that the model read and wrote before the turn."""
+    what the environment called it (``Step.state``), else all that the model read and wrote before the turn.
+    """
     rewards_at_ends = np.full((rewards.size, length), np.nan, np.float32)
     states = np.zeros((rewards.size, length), np.int32)
     numbers: dict[Hashable, int] = {}
@@ -239,7 +245,8 @@ def turn_arrays(groups: Sequence[Group], rewards: np.ndarray, length: int) -> di
 
 def equal_state_fraction(turn_rewards: np.ndarray, states: np.ndarray) -> float:
     """Return the share of turns that begin in a state in which another of their group begins; NaN without turns. An
-    episode's first turn is left out: all of a group begin at one prompt. Both arrays are those of ``turn_arrays``."""
+    episode's first turn is left out: all of a group begin at one prompt. Both arrays are those of ``turn_arrays``.
+    """
     ends = ~np.isnan(turn_rewards)
     later = ends & (np.cumsum(ends, axis=1) > 1)
     return float(np.mean(np.bincount(states[ends])[states[later]] > 1)) if later.any() else math.nan
@@ -261,7 +268,8 @@ def value_sample(sample: Sample, with_bootstrap: bool) -> Sample:
 def value_metrics(targets: np.ndarray, values: np.ndarray, counts: np.ndarray) -> dict[str, float]:
     """Return how well a critic predicted the returns, over the tokens that count: [B, T] each.
     ``critic/explained_variance``: ``1 - Var(returns - values) / Var(returns)``; NaN if the returns do not vary.
-    ``pool_explained_variance`` adds up ``critic/tokens`` and the two variances over steps."""
+    ``pool_explained_variance`` adds up ``critic/tokens`` and the two variances over steps.
+    """
     returns = targets[counts].astype(np.float64)
     predictions = values[counts].astype(np.float64)
     names = (EXPLAINED_VARIANCE, "critic/returns_mean", "critic/values_mean", *POOLED_METRICS)

@@ -14,7 +14,8 @@ MUON_RMS = 0.2
 MIN_BFLOAT16_STEP = 2.0**-13
 """Half the distance between bfloat16's numbers from 1/32 to 1/16: smaller steps leave weights of that size unchanged.
 Most weights of large models are smaller (their deviation is about 0.02), most of small ones larger (SmolLM2-135M:
-0.19)."""
+0.19).
+"""
 
 
 class UsualRate(float):
@@ -86,7 +87,8 @@ class Optimiser(Setting):
 
     def check_rounding(self, where: str, dtype: str, adapter: str) -> None:
         """Refuse bfloat16 weights (``dtype``) if their rounding would swallow steps at this rate. ``where``: this
-        optimiser's name; ``adapter``: a setting that would spare them."""
+        optimiser's name; ``adapter``: a setting that would spare them.
+        """
         # AdamW and Adafactor move a weight by about the rate at most, Muon by a fifth of it.
         step = self.learning_rate * (MUON_RMS if self.name == "muon" else 1.0)
         require(

@@ -42,7 +42,8 @@ def accumulate(
 ) -> tuple[Any, Scalars]:
     """Sum gradients of a role's parameters, and metrics, over the microbatches of a whole optimiser step. The sum is
     float32: bfloat16 would round away a microbatch's share in a sum of many. The loop runs ``packed.microbatches``
-    times: ragged steps of one padded shape share one compiled program."""
+    times: ragged steps of one padded shape share one compiled program.
+    """
 
     names = {name for objective in objectives for name in objective.outputs}
     entropy_gradient = any(objective.entropy_gradient for objective in objectives)
@@ -245,7 +246,8 @@ def with_reference(state: TrainState, needed: bool) -> TrainState:
 def reset_reference(state: TrainState, share: float = 1.0) -> TrainState:
     """Return the state with ``(1 - share) reference + share policy`` as the reference, by weight, in buffers of its
     own. A share of 1 copies the policy. Below, the reference is donated; it is computed in float32, and the dtype of
-    each weight stays. Unchanged without a reference."""
+    each weight stays. Unchanged without a reference.
+    """
     if state.reference is None:
         return state
     policy = state.policy.params
@@ -267,7 +269,8 @@ def mix_params(reference: Any, policy: Any, share: jax.Array) -> Any:
 
 def reset_optimiser(state: TrainState, optimiser: optax.GradientTransformation) -> TrainState:
     """Return the state with a fresh state of this optimiser for the policy; its kind may differ from the one before. It
-    is on the policy's mesh, or on its device without one."""
+    is on the policy's mesh, or on its device without one.
+    """
     params = state.policy.params
     layout = jax.tree.leaves(params)[0].sharding
     if isinstance(layout, NamedSharding):
@@ -314,7 +317,8 @@ class Training:
 
     def reads(self, packed: Packed) -> Packed:
         """Return the data with the teachers, and without what only other roles need, so that the update is the same
-        program without them."""
+        program without them.
+        """
         names = {objective.name for objective in self.objectives}
         lacking = PRECOMPUTED.keys() - self.needs
         return packed._replace(
@@ -413,7 +417,8 @@ def update_roles(
     rows: dict[str, list[Metrics]],
 ) -> tuple[TrainState, bool]:
     """Update every role on one minibatch, and append each update's metrics to ``rows``; return the state, and whether
-    the passes end here. Frozen models are kept out of the updates, so that these are the same programs without them."""
+    the passes end here. Frozen models are kept out of the updates, so that these are the same programs without them.
+    """
     frozen = state.frozen
     state = state._replace(frozen={})
     for role in training:
@@ -429,7 +434,8 @@ def update_roles(
 
 def precompute(state: TrainState, packed: Packed, forward: Forward, names: set[str]) -> dict[str, jax.Array]:
     """Compute the arrays [M, B, T] of these names, at the shapes that the updates use. Experts are replayed for the
-    policy alone."""
+    policy alone.
+    """
     arrays = {}
     for name in sorted(names):
         role, output = PRECOMPUTED[name]
@@ -442,7 +448,8 @@ def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward)
     """Return the policy's KL for a controller, by one forward pass over all data that it learned from:
     ``controller/kl``, nats per token, and ``controller/kl_sequence``, nats per sequence, summed over its tokens; NaN if
     no token is in the loss. It is the KL to the reference if the batches have its log-probabilities, else to the old
-    policy."""
+    policy.
+    """
     model = model_of(state, "policy")
     kl = sum(summed_kl(packed, forward.score(model, packed)) for packed in batches)
     counts = [packed.counts["policy"] for packed in batches]
@@ -455,7 +462,8 @@ def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward)
 def kl_to_reference(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:
     """Return ``kl``, the policy's distance in nats per token to a reference that no objective reads. It uses forward
     passes of its own, so that learning is the same bit for bit without it. The estimate is unbiased k3, weighted by
-    policy over sampler; 0 while the policy equals the reference; NaN if no token is in the loss."""
+    policy over sampler; 0 while the policy equals the reference; NaN if no token is in the loss.
+    """
     kl: Any = 0
     for packed in batches:
         missing = {"old_logp", "ref_logp"} - set(packed.by_token)

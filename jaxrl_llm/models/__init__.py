@@ -1,6 +1,7 @@
 """Language models: load, save, run. ``load_pretrained``, ``load_scalar`` (reward models) and ``save_pretrained`` speak
 Hugging Face's directories; ``logits`` and ``scores`` are the forward pass. Heavy libraries are imported on first
-use."""
+use.
+"""
 
 from jaxrl_llm.system import attach
 

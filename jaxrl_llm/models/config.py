@@ -96,7 +96,8 @@ class Attention:
 class Norm:
     """RMS normalisation, ``x / rms(x) * weight``; ``eps`` is added to the mean square. ``plus_one``: the weight is
     stored less 1 (Gemma). ``placement``: "pre" (before attention and MLP), "post" (after each, OLMo 2) or "both" (Gemma
-    2 and 3)."""
+    2 and 3).
+    """
 
     eps: float = 1e-5
     plus_one: bool = False
@@ -146,7 +147,8 @@ class Lora(Setting):
 class Embeddings:
     """Token embeddings, multiplied by ``scale`` (Gemma: sqrt(D)), and the LM head, the same if ``tied``. Logits are
     divided by ``logit_divisor`` (Granite), and become c * tanh(logits / c) with c = ``logit_softcap``; None means
-    off."""
+    off.
+    """
 
     tied: bool = False
     scale: float = 1.0

@@ -1,6 +1,7 @@
 """Decode attention by length: which columns of a cache are live, and the kernels that read them on TPUs and GPUs; CPUs
 have the plain form. Lengths are data, so one program serves rows of every length. The kernels take the cache of all
-layers and the number of one: a layer is never cut out of it."""
+layers and the number of one: a layer is never cut out of it.
+"""
 
 import dataclasses
 import functools
@@ -23,7 +24,8 @@ LANES, SUBLANES = 128, 8
 
 GPU_BLOCK, GPU_SPAN, GPU_ROWS = 64, 2048, 16
 """Columns that a GPU's kernel reads at once, and the most that one of its programs reads: a long row has several; and
-least queries of a program, those of a tensor core."""
+least queries of a program, those of a tensor core.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,8 @@ def column_range(limit: jax.Array, newest: jax.Array, window: Any) -> ColumnRang
 
 class PartialAttention(NamedTuple):
     """Attention of queries over some of their columns, float32: ``top`` [B, K, M, 1], the largest score; ``mass`` [B,
-    K, M, 1], the sum of exp(score - top); ``mixed`` [B, K, M, H], the values weighted by exp(score - top)."""
+    K, M, 1], the sum of exp(score - top); ``mixed`` [B, K, M, H], the values weighted by exp(score - top).
+    """
 
     top: jax.Array
     mass: jax.Array
@@ -57,7 +60,8 @@ class PartialAttention(NamedTuple):
 
 def form_for(config: Attention, slots: int, mesh: Mesh | AbstractMesh | None) -> ByLength | None:
     """Return the kernels for a model and a mesh; None for the plain form, which reads all columns of every row: on
-    CPUs, on a mesh that divides the slots unevenly, and on GPUs unless the heads are a power of two wide."""
+    CPUs, on a mesh that divides the slots unevenly, and on GPUs unless the heads are a power of two wide.
+    """
     platform = jax.default_backend() if mesh is None else platform_of(mesh)
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     if platform not in ("tpu", "gpu") or (mesh is not None and slots % batch_parts(mesh)):
@@ -139,7 +143,8 @@ def read_plan(form: ByLength, seen: ColumnRange, columns: int, lanes: Any = None
 
 def read_order(seen: ColumnRange, block: int, each: int, sparse: bool = False) -> ReadOrder:
     """Return the reads of rows of ``each`` blocks: the rows in order, every other in a half where a chip has two cores.
-    A row without a visible column still has one step, which reads nothing; none if ``sparse``."""
+    A row without a visible column still has one step, which reads nothing; none if ``sparse``.
+    """
     halves = halves_of(len(seen.limit))
     first, count = (x.reshape(-1, halves).T for x in live_blocks(seen, block))
     rows = first.shape[1]
@@ -254,7 +259,8 @@ def _add_columns(
 
 class Tile(NamedTuple):
     """Sizes of what a TPU's kernel works on: rows of the cache, blocks of each, columns of a block, queries of a row.
-    Values with heads narrower than a TPU's tile are ``turned``: in memory their columns are last."""
+    Values with heads narrower than a TPU's tile are ``turned``: in memory their columns are last.
+    """
 
     rows: int
     each: int
@@ -265,7 +271,8 @@ class Tile(NamedTuple):
 
 def _add_block(config: Attention, tile: Tile, first: jax.Array, inputs: Sequence[Any], sums: Sequence[Any]) -> None:
     """Add the block that begins with column ``first`` to the sums [K, M, ..] of all heads, references of Pallas.
-    ``inputs``: queries [K, M, H], keys, values, and the bounds of what each query sees."""
+    ``inputs``: queries [K, M, H], keys, values, and the bounds of what each query sees.
+    """
     q, k, v, least, limit = inputs
     columns = first + jax.lax.broadcasted_iota(jnp.int32, (tile.queries, tile.block), 1)
     visible = (columns >= least[0]) & (columns < limit[0])
@@ -297,7 +304,8 @@ def _row_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any,
 
 def _lane_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any, *refs: Any) -> None:
     """Compute one step for the rows of queries that read the cache's row: its first step gathers their queries, and its
-    last one sends the results to their places."""
+    last one sends the results to their places.
+    """
     _, lanes, q, k, v, least, limit, *outs, gathered, top, mass, mixed, semaphore = refs
     sums = [top, mass, mixed]
     size = q.shape[2]
@@ -397,7 +405,8 @@ def _attend_tpu(
 
 def _gpu_kernel(config: Attention, width: int, count: int, size: int, lane_count: int, total: int, *refs: Any) -> None:
     """Attend over one span of columns of one head of a row of the cache, for all rows of queries that read it.
-    ``width``: columns of a block. ``count``: a row's queries, ``size`` the next power of two, ``total`` the call's."""
+    ``width``: columns of a block. ``count``: a row's queries, ``size`` the next power of two, ``total`` the call's.
+    """
     layer, first, end, lanes, q, k, v, least, limit, *chunk = refs[:-3]
     row, head, span = (pl.program_id(axis) for axis in range(3))
     each = jnp.arange(lane_count * size, dtype=jnp.int32)
@@ -434,7 +443,8 @@ def _attend_gpu(
     interpret: bool, config: Attention, q: jax.Array, cache: Any, layer: jax.Array, plan: ReadPlan, chunk: Any
 ) -> list[PartialAttention]:
     """Run one program for each row of the cache, head and span of columns, which gathers the queries that read the row,
-    loops over the live columns of the span, and puts the results where they belong."""
+    loops over the live columns of the span, and puts the results where they belong.
+    """
     (count, heads, queries, width) = q.shape
     seen, (first, end), lanes, _ = plan
     columns = cache.v.shape[3]

@@ -1,6 +1,7 @@
 """A decoder-only transformer as one immutable value, its fingerprint and its FLOPs; training and sampling share it. It
 is a JAX pytree with a trainable array of one floating dtype at each leaf; nothing is assigned after ``__init__``.
-Layers are stacked on a leading axis L and run by ``lax.scan``."""
+Layers are stacked on a leading axis L and run by ``lax.scan``.
+"""
 
 import functools
 import math
@@ -42,7 +43,8 @@ class Weights(nnx.Module):
 class Decoder(nnx.Module):
     """The language model; ``initialise`` draws one. ``config`` is static, part of the pytree's structure, so models of
     two architectures never mix. ``weights``, a nested dict of arrays (or of ``jax.ShapeDtypeStruct``): ``embed`` [V,
-    D], ``blocks`` (stacked on L), ``final_norm`` [D] and, if untied, ``head`` [D, V]."""
+    D], ``blocks`` (stacked on L), ``final_norm`` [D] and, if untied, ``head`` [D, V].
+    """
 
     def __init__(self, config: ModelConfig, parameters: dict[str, Any]):
         self.config = config
@@ -76,7 +78,8 @@ def to_parameters(model: Any) -> dict[str, Any]:
 
 class Adapter(nnx.Module):
     """Low-rank factors of weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] under each one's path, [L, E, in, r] and
-    [L, E, r, out] of experts (models/lora.py). ``scale`` is static: a weight becomes ``W + scale * a @ b``."""
+    [L, E, r, out] of experts (models/lora.py). ``scale`` is static: a weight becomes ``W + scale * a @ b``.
+    """
 
     def __init__(self, scale: float, parameters: dict[str, Any]):
         self.scale = scale
@@ -131,7 +134,8 @@ def scan_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Dec
 
 Attend = Callable[..., jax.Array]
 """(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], sinks=[K, N / K] or None) -> [B, S, K, N / K, H]. Rotary is
-already applied. On a mesh K counts the copies of heads."""
+already applied. On a mesh K counts the copies of heads.
+"""
 
 
 def block(
@@ -145,7 +149,8 @@ def block(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Apply one layer to x [B, S, D]; ``attend`` knows mask and cache. Returns x, and the router's own choice of
     experts, uint8 or uint16[B, S, k]; None for a dense model. ``cos_sin``: see ``layers.rotary_cos_sin``. ``replayed``
-    and ``compute``: see ``experts.mixture``."""
+    and ``compute``: see ``experts.mixture``.
+    """
     norm = functools.partial(layers.rms_norm, norm=config.norm)
     pre = config.norm.placement != "post"
     post = config.norm.placement != "pre"
@@ -198,7 +203,8 @@ def attend_with_copies(
     attend: Attend, copies: int, q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None = None
 ) -> jax.Array:
     """Attend with q [B, S, N, H] over ``copies`` of each head of k and v [B, S, K, H]; returns [B, S, N, H]. Copies
-    share the queries of their head, and its ``sinks`` [N], evenly: zeros are added where these do not divide."""
+    share the queries of their head, and its ``sinks`` [N], evenly: zeros are added where these do not divide.
+    """
     (_, _, heads, width) = k.shape
     q = q.reshape(*q.shape[:2], heads, -1, width)
     group = q.shape[3]
@@ -248,7 +254,8 @@ def routed(
 ) -> tuple[jax.Array, jax.Array | None]:
     """Compute the normalised final hidden states [R, S, D] of packed rows (R rows of S tokens), and the routers' choice
     of experts [R, S, L, k], with or without replay; None for a dense model. The model's weights already have the dtype
-    of ``compute``. ``replayed``: int[R, S, L, k], experts to take in place of the routers' choice; None for theirs."""
+    of ``compute``. ``replayed``: int[R, S, L, k], experts to take in place of the routers' choice; None for theirs.
+    """
     config = model.config
     positions = jnp.asarray(rows.positions)
     attention = attention_over(rows, config.attention, compute)
@@ -280,7 +287,8 @@ def causal_rows(tokens: Any) -> TokenRows:
 
 def logits(model: Decoder, tokens: Any) -> jax.Array:
     """Compute next-token logits of right-padded sequences, int[B, T] -> float32[B, T, V], for tests and tools alone:
-    training and sampling never hold so large an array."""
+    training and sampling never hold so large an array.
+    """
     return _logits(model, jnp.asarray(tokens, jnp.int32))
 
 
@@ -289,7 +297,8 @@ _logits = jax.jit(lambda model, tokens: unembed(model, forward(model, causal_row
 
 def count_parameters(config: ModelConfig) -> tuple[int, int, int]:
     """Count the parameters of the architecture: all of them, those that one token uses (not the experts that it does
-    not take), and of these the ones in matrix products of the layers."""
+    not take), and of these the ones in matrix products of the layers.
+    """
     sizes = {path: math.prod(shape) for path, shape in parameter_shapes(config).items()}
     total = sum(sizes.values())
     if config.experts is not None:
@@ -312,7 +321,8 @@ def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
 
 def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions: float) -> float:
     """Return the FLOPs of a forward pass: ``2 n_layers tokens + 2 D V predictions + 4 N H pairs``. Pairs are those of
-    ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are halved."""
+    ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are halved.
+    """
     *_, layers = count_parameters(config)
     a = config.attention
     head = config.width * config.vocab_size

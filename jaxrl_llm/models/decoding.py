@@ -27,7 +27,8 @@ from jaxrl_llm.sharding import BATCH, constrain, fit_spec, head_copies
 
 class Cache(NamedTuple):
     """Keys [L, B, K, H, S] and values [L, B, K, S, H]; column s of a row holds its position s. On a mesh whose
-    ``tensor`` is no divisor of K, each head is there several times (``head_copies``)."""
+    ``tensor`` is no divisor of K, each head is there several times (``head_copies``).
+    """
 
     k: Any
     v: Any
@@ -59,7 +60,8 @@ def read_layer(cache: Cache, layer: Cache, index: Any, rows: int, columns: int, 
     """Return keys [rows, K, H, columns] and values [rows, K, columns, H] of one layer: the first rows of each of the
     ``parts`` into which the mesh divides the cache's rows. ``layer``: as a loop over layers slices it: CPUs are fastest
     with a part of that, where TPUs would copy all of it to read a part. ``index``: the layer's number; not a tracer in
-    a program with every layer written out."""
+    a program with every layer written out.
+    """
     if (rows, columns) == (len(layer.v), layer.v.shape[2]):
         return layer
 
@@ -104,7 +106,8 @@ def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
 
 def insert(cache: Cache, new: Cache, source: jax.Array, start: jax.Array) -> Cache:
     """Return the cache with row b overwritten by row ``source[b]`` of ``new``, from column ``start[b]`` on. Rows with a
-    negative source stay. Columns beyond those given hold anything: they are invalid until written."""
+    negative source stay. Columns beyond those given hold anything: they are invalid until written.
+    """
     first = jnp.argsort(source < 0, stable=True)
 
     def writing(i: jax.Array, cache: Cache) -> tuple[Cache, Any, Any]:
@@ -122,7 +125,8 @@ def insert_divided(
     """Insert inside ``shard_map``: ``cache`` has the device's own rows, and ``new`` its part of the given ones, which
     mesh ``axes`` divide. ``source`` int32[rows of the cache], indices into all given rows, and ``start``: as in
     ``insert``. ``needed``: int32[all given rows], those that any device reads, then negative numbers; they are
-    broadcast one by one, so that no device ever holds all of them."""
+    broadcast one by one, so that no device ever holds all of them.
+    """
     count = new.v.shape[1]
     first = jax.lax.axis_index(axes) * count
 
@@ -154,7 +158,8 @@ def _row(cache: Cache, row: jax.Array) -> Cache:
 
 def _write_rows(cache: Cache, count: Any, writing: Callable[[jax.Array, Cache], tuple[Cache, Any, Any]]) -> Cache:
     """Write ``new`` into a row from a column on, where (new, row, column) = writing(i, cache), for each i below count.
-    A loop updates the cache in place; a scatter of all rows at once copies it (on TPUs twice)."""
+    A loop updates the cache in place; a scatter of all rows at once copies it (on TPUs twice).
+    """
 
     def body(i: jax.Array, cache: Cache) -> Cache:
         new, row, column = writing(i, cache)
@@ -186,7 +191,8 @@ class SharedPrefix(NamedTuple):
 
 def shared_prefix(cache: Cache, lengths: jax.Array, lanes: jax.Array, parts: int, width: int) -> SharedPrefix:
     """Build a SharedPrefix with blocks of ``width`` lanes; in ``lanes`` int32[B] rows without a block have one beyond
-    all."""
+    all.
+    """
     lanes = lanes.reshape(parts, -1)
     count = cache.v.shape[1] // parts * width
     unused = jnp.zeros(count, jnp.int32)
@@ -379,7 +385,8 @@ def _attend_live(
     config: ModelConfig, cache: Cache, prefix: SharedPrefix | None, places: Places, form: ByLength
 ) -> Callable[..., list[PartialAttention]]:
     """Return the attention of a layer over the live columns of each row and of its shared prefix, and perhaps over the
-    chunk; each device reads its own rows and heads."""
+    chunk; each device reads its own rows and heads.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     windows = layers.layer_windows(config)
     kinds = sorted(set(windows))
@@ -417,7 +424,8 @@ def _attend_live(
 
 def _read_plans(form: ByLength, kinds: Sequence[int], width: int, places: Places, *blocks: Any) -> list[ReadPlan]:
     """Return what the kernels read of a device's rows, and of its blocks if it has any, for each kind of window.
-    ``width``: columns of the cache. ``blocks``: their cache, rows, lanes and lengths, as in ``SharedPrefix``."""
+    ``width``: columns of the cache. ``blocks``: their cache, rows, lanes and lengths, as in ``SharedPrefix``.
+    """
     columns, newest, positions = places
     plans = []
     for window in kinds:

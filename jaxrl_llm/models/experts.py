@@ -1,6 +1,7 @@
 """Experts: the router's choice, and the products of each token with the MLPs of its experts. Every token is computed by
 all of its experts: there is no capacity, and nothing is dropped. The router is float32 whatever the weights are.
-``FORMS`` are equal but for rounding; ``dense``, every token by every expert, is the reference for the others."""
+``FORMS`` are equal but for rounding; ``dense``, every token by every expert, is the reference for the others.
+"""
 
 import functools
 import math
@@ -24,7 +25,8 @@ Gating = Callable[[jax.Array, jax.Array], jax.Array]
 
 class Matrices(NamedTuple):
     """The weights of a layer's experts: gate and up [E, D, I], down [E, I, D]; biases [E, I], [E, I], [E, D] or None.
-    ``mixture`` adds the bias of ``down``: each device would, where several have parts of a product."""
+    ``mixture`` adds the bias of ``down``: each device would, where several have parts of a product.
+    """
 
     gate: Any
     up: Any
@@ -76,7 +78,8 @@ def sort_by_expert(ids: jax.Array, count: int, block: int) -> Sorted:
 @jax.custom_vjp
 def gather_rows(x: jax.Array, source: jax.Array, inverse: jax.Array) -> jax.Array:
     """Return rows ``source`` of x, zeros where that is beyond the last. The gradient gathers by ``inverse`` [len(x),
-    n], the rows made of each row of x, where JAX's own would scatter."""
+    n], the rows made of each row of x, where JAX's own would scatter.
+    """
     return x.at[source].get(mode="fill", fill_value=0)
 
 
@@ -90,7 +93,8 @@ gather_rows.defvjp(lambda x, there, back: (gather_rows(x, there, back), back), _
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def grouped_mlp(act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array) -> jax.Array:
     """Compute ``act(x gate, x up) down`` of each block's owner, int32[n], for blocks x [n, b, D]. Blocks from ``used``
-    on hold zeros, and their results anything: CPUs, which go block after block, leave those out."""
+    on hold zeros, and their results anything: CPUs, which go block after block, leave those out.
+    """
     return _grouped_mlp(act, x, matrices, owner, used)[0]
 
 
@@ -170,7 +174,8 @@ def batched_backward(
     used: jax.Array,
 ) -> tuple[jax.Array, Matrices]:
     """Compute ``loop_backward`` with a copy of the matrices for each block. A product sums the blocks of an expert:
-    where the order of additions is fixed, a GPU's scatter takes many passes over indices as large as all gradients."""
+    where the order of additions is fixed, a GPU's scatter takes many passes over indices as large as all gradients.
+    """
     back, changes = jax.vmap(functools.partial(expert_backward, act))(x, inputs, g, _select(matrices, owner))
     one_hot = jax.nn.one_hot(owner, len(matrices.gate), dtype=jnp.float32)
     sums = functools.partial(jnp.einsum, "ne,n...->e...", one_hot, precision=jax.lax.Precision.HIGHEST)
@@ -203,7 +208,8 @@ grouped_mlp.defvjp(_grouped_mlp_forward, _grouped_mlp_backward)
 
 def block_of(pairs: int, count: int) -> int:
     """Return the tokens of a block: about half of what an expert has on average, so that little is padding. Of few
-    tokens more: a copy of an expert's matrices, one for each block, costs as much as some 30 tokens."""
+    tokens more: a copy of an expert's matrices, one for each block, costs as much as some 30 tokens.
+    """
     mean = max(pairs // count, 1)
     tokens = max(mean // 2, math.isqrt(64 * mean))
     return min(max(1 << (tokens.bit_length() - 1), 8), 512)
@@ -275,7 +281,8 @@ def mixture(
     """Compute the experts of one layer for x [B, S, D]; returns the output [B, S, D], and the router's choice [B, S,
     k]. ``w`` has ``router`` [D, E], perhaps ``router_bias`` [E], and the ``Matrices`` by name. ``replayed``: experts
     int[B, S, k] to take in place of the router's, which a negative number takes, or None. ``compute.experts``: the
-    form."""
+    form.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     matrices = Matrices(*(getattr(w, name)[...] if hasattr(w, name) else None for name in Matrices._fields))
     router = (w.router[...], w.router_bias[...] if hasattr(w, "router_bias") else None)
@@ -312,7 +319,8 @@ def _device_mixture(
 ) -> tuple[jax.Array, jax.Array]:
     """Compute one device's part of ``mixture``. ``rows``: mesh axes that divide the batch. ``divided``: the axis that
     divides the experts, and the one that divides their width; None for none. The tokens of devices with different
-    experts are gathered, and their sums scattered."""
+    experts are gathered, and their sums scattered.
+    """
     experts, width = divided
     gathers = experts is not None and experts in rows
     flat = x.reshape(-1, x.shape[-1])
@@ -401,7 +409,8 @@ def megablox(
 
 def few(matrices: Matrices, act: Gating, x: jax.Array, weights: jax.Array, ids: jax.Array) -> jax.Array:
     """Multiply the few tokens x [T, D] of a decode step; float32[T, D]. An accelerator, which waits for memory there,
-    reads every expert once, for all tokens, where blocks copy an expert for each. A CPU would wait for the products."""
+    reads every expert once, for all tokens, where blocks copy an expert for each. A CPU would wait for the products.
+    """
     forms = {"cpu": lambda m, *arrays: blocks(m, act, *arrays), "default": lambda m, *arrays: dense(m, act, *arrays)}
     return jax.lax.platform_dependent(matrices, x, weights, ids, **forms)
 

@@ -52,7 +52,8 @@ class Tensor:
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
     """A tensor that is read on demand: ``shape`` is the whole one's, and ``part`` reads a tuple of slices (start and
-    stop, one for each dimension) as a floating NumPy array."""
+    stop, one for each dimension) as a floating NumPy array.
+    """
 
     shape: tuple[int, ...]
     part: Callable[[tuple[slice, ...]], np.ndarray]
@@ -66,7 +67,8 @@ class StoredTensor:
 class Fused:
     """A tensor of a checkpoint that holds several of ours; reading splits it, and writing joins it. ``name`` is Hugging
     Face's, with ``{}`` for the layer; ``parts`` are the names of its ``Tensor`` values, which follow each other along
-    ``axis`` of the stored tensor, or with ``alternating`` take turns there one by one."""
+    ``axis`` of the stored tensor, or with ``alternating`` take turns there one by one.
+    """
 
     name: str
     parts: tuple[str, ...]

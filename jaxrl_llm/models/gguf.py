@@ -1,5 +1,6 @@
 """Read a GGUF file as if it were a Hugging Face directory: attributes, tensors under their names, tokenizer. The
-``gguf`` package reads and dequantises; names, keys and the changes undone here are those of llama.cpp's converter."""
+``gguf`` package reads and dequantises; names, keys and the changes undone here are those of llama.cpp's converter.
+"""
 
 import contextlib
 import dataclasses
@@ -84,7 +85,8 @@ def load_gguf(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None)
 
 def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, StoredTensor], Any | None]:
     """Read (config.json's attributes, float32 tensors under Hugging Face's names, tokenizer or None) from a GGUF file.
-    InputError where the file is incomplete, or its architecture, quantisation or tokenizer is unknown."""
+    InputError where the file is incomplete, or its architecture, quantisation or tokenizer is unknown.
+    """
     import gguf
 
     path = Path(path)
@@ -120,7 +122,8 @@ def config_attributes(
     lookup: Callable[..., Any], shapes: Mapping[str, tuple[int, ...]], table: np.ndarray | None
 ) -> dict[str, Any]:
     """Return the attributes of config.json that a GGUF file's metadata and tensors describe. ``lookup`` returns None,
-    or its second argument, where a key is missing; ``table`` divides the rotary frequencies."""
+    or its second argument, where a key is missing; ``table`` divides the rotary frequencies.
+    """
     architecture = lookup("general.architecture")
     if architecture not in ARCHITECTURES:
         raise InputError(f"the GGUF architecture {architecture!r} is not supported; supported are "
@@ -229,7 +232,8 @@ def _read_tensor(tensor: Any, undo: Change, place: tuple[slice, ...]) -> np.ndar
 def storage_changes(family: Family, path: str, head_dim: int) -> tuple[Change, Change]:
     """Return llama.cpp's change of a parameter before storage, and its inverse for whole heads or a part of a norm. It
     pairs rows of a llama's queries and keys for interleaved rotary, and adds 1 to norms stored as their difference from
-    1."""
+    1.
+    """
 
     def swapped(rows: np.ndarray, first: int, second: int) -> np.ndarray:
         return rows.reshape(-1, first, second, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
@@ -279,7 +283,8 @@ def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: 
     """Write a decoder, its arrays addressable by this process, and its byte-level BPE tokenizer, or None, as a GGUF
     file; it replaces any at ``path``, and appears whole or not at all. Matrices are stored as ``kind``, a key of
     ``FILE_TYPES``; norms, biases and routers always in float32, and a matrix with rows that Q8_0's blocks of 32 do not
-    divide in float16. InputError: the model is a reward model, or has something that the format cannot express."""
+    divide in float16. InputError: the model is a reward model, or has something that the format cannot express.
+    """
     import gguf
 
     from jaxrl_llm.models.decoder import to_parameters

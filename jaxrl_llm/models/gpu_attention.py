@@ -17,7 +17,8 @@ LOWEST = -1e30
 
 class Kernel(NamedTuple):
     """Static options of the kernels: factor (``scale``) and cap (``softcap``, or None) of the scores; ``interpret``:
-    whether XLA computes what a GPU would, for tests."""
+    whether XLA computes what a GPU would, for tests.
+    """
 
     scale: float
     softcap: float | None

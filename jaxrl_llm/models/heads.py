@@ -1,5 +1,6 @@
 """The last layers of a model: the LM head, as log-probabilities of chosen tokens, or a critic's and a reward model's
-scalar head. Log-probability and entropy never hold all logits, by a custom backward pass."""
+scalar head. Log-probability and entropy never hold all logits, by a custom backward pass.
+"""
 
 import dataclasses
 import functools
@@ -21,7 +22,8 @@ from jaxrl_llm.sharding import BATCH, constrain
 
 class ScalarModel(nnx.Module):
     """A decoder with one number for each position; build it with ``with_scalar_head``. Its ``decoder`` has no LM head,
-    except embeddings that were tied to one; ``weights`` has ``scalar`` [D]."""
+    except embeddings that were tied to one; ``weights`` has ``scalar`` [D].
+    """
 
     def __init__(self, decoder: Decoder, parameters: dict[str, Any]):
         self.decoder = decoder
@@ -51,7 +53,8 @@ def with_scalar_head(decoder: Decoder, scalar: Any = None) -> ScalarModel:
 
 def random_scalar_head(decoder: Decoder, seed: int) -> jax.Array:
     """Draw the first head [D] of a new reward model by the seed: normal numbers with the deviation of transformers and
-    TRL. Scores begin near 0; models of an ensemble differ, though they learn from the same rows in the same order."""
+    TRL. Scores begin near 0; models of an ensemble differ, though they learn from the same rows in the same order.
+    """
     key = jax.random.fold_in(jax.random.key(seed), 2)  # a run draws its adapters by the seed itself, and by 1
     head = 0.02 * jax.random.normal(key, (decoder.config.width,), jnp.float32)
     return head.astype(decoder.weights.embed.dtype)
@@ -72,7 +75,8 @@ def scalars(model: ScalarModel, hidden: jax.Array) -> jax.Array:
 
 def scores(model: ScalarModel, tokens: Any, lengths: Any) -> jax.Array:
     """Compute a reward model's scores, the numbers at the last tokens, of right-padded sequences: array-like int[B, T],
-    int[B] -> float32[B]. For tests and tools; InputError for a length outside 1 to T."""
+    int[B] -> float32[B]. For tests and tools; InputError for a length outside 1 to T.
+    """
     tokens = np.asarray(tokens, np.int32)
     lengths = np.asarray(lengths, np.int32)
     if np.any(lengths < 1) or np.any(lengths > tokens.shape[1]):
@@ -114,7 +118,8 @@ class Head:
 class Targets(NamedTuple):
     """The tokens to compute log-probabilities of, P parts of N positions: ``targets`` int32[P, N]; ``kept_tokens`` as
     in ``token_logprobs``; ``temperature``, of the logits' dtype; ``chunks`` int32[], leading ones of each part to
-    compute."""
+    compute.
+    """
 
     targets: Any
     kept_tokens: Any
@@ -270,7 +275,8 @@ def head_gradients(
 ) -> tuple[jax.Array, jax.Array]:
     """Return the gradients to hidden states [P, N, D] and to the head, a chunk of positions at a time. ``slopes`` maps
     a chunk's logits over the temperature [P, C, V], and its part of ``aux`` [P, N, ...], to the derivatives by those.
-    ``logits``: [P, N, V] in a list if the forward pass kept them; else they are computed again."""
+    ``logits``: [P, N, V] in a list if the forward pass kept them; else they are computed again.
+    """
     letters = static.letters[4:6]
 
     def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -322,7 +328,8 @@ def unpack_kept(words: jax.Array, vocab: int) -> jax.Array:
 
 class TeacherStates(NamedTuple):
     """A teacher of whole distributions: its final ``hidden`` states [P, N, D'], and ``model`` with its LM head. Tokens
-    that both models have are compared, so that one vocabulary may be padded."""
+    that both models have are compared, so that one vocabulary may be padded.
+    """
 
     model: Decoder
     hidden: Any
@@ -330,7 +337,8 @@ class TeacherStates(NamedTuple):
 
 class TopTokens(NamedTuple):
     """A teacher's most likely tokens at each position: different ``ids`` int32[P, N, k]; ``logp`` float32[P, N, k + 1]
-    of these, and of all others together."""
+    of these, and of all others together.
+    """
 
     ids: Any
     logp: Any

@@ -112,7 +112,8 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
 
 def is_reward_model(attributes: Mapping[str, Any]) -> bool:
     """Whether a config.json is a sequence classifier's with one label, a reward model; InputError for several
-    labels."""
+    labels.
+    """
     names = attributes.get("architectures") or ()
     if not any(str(name).endswith("ForSequenceClassification") for name in names):
         return False
@@ -126,7 +127,8 @@ def is_reward_model(attributes: Mapping[str, Any]) -> bool:
 
 def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[str, Any]:
     """Return the config.json of a model, which transformers 4 and 5 both read. ``scalar``: it is a reward model.
-    InputError where the family's config.json cannot express one of the values."""
+    InputError where the family's config.json cannot express one of the values.
+    """
     family = FAMILIES[config.family]
     if scalar and not family.classifier:
         raise InputError(f"transformers has no reward model of the family {config.family}: train another one")
@@ -309,7 +311,8 @@ def _read_rope(attributes: Mapping[str, Any], family: Family, fields: Mapping[st
 def _rope_parameters(attributes: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the rotary parameters of full and of sliding layers, from each form that transformers 4 and 5 write.
     ``rope_parameters`` or ``rope_scaling`` has them flat or by kind of layer. Flat ones are of all layers; in families
-    with two bases only ``rope_scaling`` may be flat, and is of full layers. A key that is null is absent."""
+    with two bases only ``rope_scaling`` may be flat, and is of full layers. A key that is null is absent.
+    """
     two_bases = _LOCAL in family.defaults
     kinds: dict[str, dict[str, Any]] = {"full_attention": {}, "sliding_attention": {}}
     for name in ("rope_parameters", "rope_scaling"):
@@ -406,7 +409,8 @@ def write_scaling(scaling: Llama3Rope | Yarn | float | None) -> dict[str, Any] |
 
 def load_directory(directory: Path, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) from a Hugging Face directory, parameters in ``dtype`` and laid out on the mesh.
-    The model is a ``Decoder``, or the ``ScalarModel`` of a sequence classifier with one label."""
+    The model is a ``Decoder``, or the ``ScalarModel`` of a sequence classifier with one label.
+    """
     from jaxrl_llm.models.decoder import Decoder
     from jaxrl_llm.models.heads import with_scalar_head
 
@@ -470,7 +474,8 @@ def write_directory(
     generation: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     """Write every file of a model into an existing folder; ``attributes`` is the content of config.json, which has the
-    special ids, and ``generation`` that of generation_config.json without them."""
+    special ids, and ``generation`` that of generation_config.json without them.
+    """
     weights.write_object(folder / "config.json", attributes)
     if not is_reward_model(attributes):
         ids = write_token_ids(read_token_ids(attributes))
@@ -501,7 +506,8 @@ def new_directory(target: str | os.PathLike, card: str | None = None) -> Generat
 
 def with_special_ids(config: ModelConfig, generation: Mapping[str, Any], tokenizer: Any | None) -> ModelConfig:
     """Collect the special ids: ends from config, generation config and, for chat models, the tokenizer. Ids outside the
-    vocabulary are dropped: no model can produce them."""
+    vocabulary are dropped: no model can produce them.
+    """
     sources = [config.tokens, read_token_ids(generation)]
     if tokenizer is not None:
         ends = (tokenizer.eos_token_id,) if tokenizer.chat_template and tokenizer.eos_token_id is not None else ()

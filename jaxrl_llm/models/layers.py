@@ -1,5 +1,6 @@
 """The parts of a decoder layer as functions of arrays; sums and softmax are float32 whatever the weights are. Attention
-over packed rows has several backends; the plain XLA form is the reference for the others."""
+over packed rows has several backends; the plain XLA form is the reference for the others.
+"""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +25,8 @@ def product(letters: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Compute ``einsum`` of two arrays with float32 sums and result (float64 for float64), whatever their dtypes. XLA's
     CPU programs refuse two bfloat16 operands with a float32 result in some layouts, at run time: there operands are
     float32 first, which loses nothing. The choice is made at lowering, so that other platforms keep their mixed
-    products, and programs compile where they cannot run."""
+    products, and programs compile where they cannot run.
+    """
     return _einsum_bfloat16(letters, x, y) if jnp.bfloat16 in (x.dtype, y.dtype) else _einsum_wide(letters, x, y)
 
 
@@ -56,7 +58,8 @@ _einsum_bfloat16.defvjp(lambda letters, x, y: (_einsum_bfloat16(letters, x, y), 
 @jax.custom_vjp
 def project(x: jax.Array, w: jax.Array) -> jax.Array:
     """Multiply x [B, S, D] by w [D, ...]. The custom gradient of the weights is the same product with its operands
-    swapped: JAX's own made CPUs transpose the wide gradient of an MLP, and compute the activation's twice for it."""
+    swapped: JAX's own made CPUs transpose the wide gradient of an MLP, and compute the activation's twice for it.
+    """
     return jnp.tensordot(x, w, 1)
 
 
@@ -71,7 +74,8 @@ project.defvjp(lambda x, w: (jnp.tensordot(x, w, 1), (x, w)), _project_backward)
 
 def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
     """Compute ``x / rms(x) * weight`` in float32 and return it in x's dtype; the mean is over the axes of the weight.
-    OLMo 2 normalises all heads [N, H] as one vector."""
+    OLMo 2 normalises all heads [N, H] as one vector.
+    """
     wide = x.reshape(*x.shape[: x.ndim - weight.ndim], -1).astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + norm.eps)
     scale = weight.reshape((1,) * (wide.ndim - 1) + (-1,)).astype(jnp.float32) + (1.0 if norm.plus_one else 0.0)
@@ -81,7 +85,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
 def attention_scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
     """Compute scaled, soft-capped attention scores, float32: of q [B, S, K, N / K, H] and k [B, K, H, Z] they are [B,
     K, S, N / K, Z], the order of the product: another costs a transposition in both passes. A single query per row is q
-    [B, K, N / K, H] and gives [B, K, N / K, Z]: a query axis of size 1 made it four times as slow on CPUs."""
+    [B, K, N / K, H] and gives [B, K, N / K, Z]: a query axis of size 1 made it four times as slow on CPUs.
+    """
     letters = "bskgh,bkhz->bksgz" if q.ndim == 5 else "bkgh,bkhz->bkgz"
     return softcap(product(letters, q, k) * attention.factor, attention.softcap)
 
@@ -93,7 +98,8 @@ def softcap(x: jax.Array, cap: float | None) -> jax.Array:
 
 def attention_weights(s: jax.Array, seen: jax.Array, sinks: jax.Array | None) -> jax.Array:
     """Return the softmax of scores s [B, K, S, N / K, Z] where ``seen``, over keys and sinks [K, N / K], which have no
-    value."""
+    value.
+    """
     s = jnp.where(seen, s, MASKED)
     if sinks is None:
         return jax.nn.softmax(s, axis=-1)
@@ -119,7 +125,8 @@ BLOCKS = (512, 256, 128)
 class TokenRows(NamedTuple):
     """Packed token rows; int32[R, S] each. Group 0 is padding. A token sees earlier tokens of its row with the same
     group and either branch 0 (a prompt shared by the group) or its own branch. ``positions`` count along the path of
-    each branch, so a prompt appears once, with any number of completions after it."""
+    each branch, so a prompt appears once, with any number of completions after it.
+    """
 
     tokens: Any
     positions: Any
@@ -130,7 +137,8 @@ class TokenRows(NamedTuple):
 def attention_over(rows: TokenRows, config: Attention, compute: ComputeOptions) -> Callable[..., jax.Array]:
     """Return the attention function of every layer over these rows: (q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S,
     H], window int32[], sinks) -> [B, S, K, N / K, H]. Window 0 sees everything; sinks (see ``attention_weights``) are
-    for the plain form alone. InputError: rows of a length that splash attention cannot divide."""
+    for the plain form alone. InputError: rows of a length that splash attention cannot divide.
+    """
     if config.sinks and compute.attention != "xla":
         raise InputError(
             f"learner.compute.attention {compute.attention!r} has no sinks, which this model has: use 'xla'"
@@ -173,7 +181,8 @@ def _xla(
     sinks: jax.Array | None = None,
 ) -> jax.Array:
     """Attend one part of the queries at a time, with the keys up to the part's end: half of the scores are never made.
-    In long rows parts are chunks of few queries, whose scores the backward pass recomputes."""
+    In long rows parts are chunks of few queries, whose scores the backward pass recomputes.
+    """
     total = q.shape[1]
     part = part_columns(total)
     parts = []
@@ -316,7 +325,8 @@ Rotation = tuple[jax.Array, jax.Array]
 def layer_constants(config: ModelConfig) -> tuple[Rotation, jax.Array]:
     """Return each layer's ``Rotation``, stacked over L, and sliding windows int32[L]. Linear scaling divides all
     frequencies; Llama-3's and YaRN's keep short wavelengths and blend in between. Layers with a window and a base of
-    their own are not scaled; those that do not rotate have frequencies of 0."""
+    their own are not scaled; those that do not rotate have frequencies of 0.
+    """
     rope = config.attention.rope
     windows = layer_windows(config)
     dims = rope.dims or config.attention.head_dim
@@ -366,7 +376,8 @@ def rotary_cos_sin(positions: jax.Array, rotation: Rotation) -> tuple[jax.Array,
 
 def rotate(x: jax.Array, cos_sin: tuple[jax.Array, jax.Array], interleaved: bool = False) -> jax.Array:
     """Rotate the first R numbers of heads x [..., heads, H] by their ``rotary_cos_sin``. Pairs are of two halves as in
-    Hugging Face, or neighbours where ``interleaved``."""
+    Hugging Face, or neighbours where ``interleaved``.
+    """
     cos, sin = (t[..., None, :] for t in cos_sin)
     dims = 2 * cos.shape[-1]
     rotated = x[..., :dims].astype(jnp.float32)

@@ -25,7 +25,8 @@ INPUTS = {"attn/o": 2}
 def create_adapter(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) -> Adapter:
     """Create a float32 adapter that changes nothing yet: ``a`` normal with variance 1 / inputs, ``b`` zero. ``scalar``
     [D] is the initial head of a scalar model; None for a language model. Targets that the model lacks are left out
-    (experts are no MLP); InputError where none is left. Each expert has factors of its own."""
+    (experts are no MLP); InputError where none is left. Each expert has factors of its own.
+    """
     shapes = parameter_shapes(config)
     parameters = {}
     for index, target in enumerate(lora.targets):
@@ -47,7 +48,8 @@ def create_adapter(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any 
 
 def with_adapter(base: Decoder | None, policy: Any) -> Any:
     """Return the model of ``policy``: itself without a base, or else the base with this adapter in its layers, a
-    ``ScalarModel`` if it has a scalar head. Nothing is computed or copied; ``forward`` adds the two layer by layer."""
+    ``ScalarModel`` if it has a scalar head. Nothing is computed or copied; ``forward`` adds the two layer by layer.
+    """
     if base is None:
         return policy
     parameters = to_parameters(base)
@@ -75,7 +77,8 @@ def merge(model: Decoder | ScalarModel) -> Any:
 
 def frozen_base(state: TrainState, name: str) -> Any:
     """Return the frozen model that the parameters of a role or of a frozen copy adapt; None for a whole model. An
-    adapter without its own base adapts the policy's: no two roles hold the same buffer."""
+    adapter without its own base adapts the policy's: no two roles hold the same buffer.
+    """
     role = state.roles.get(name)
     params = state.frozen[name] if role is None else role.params
     if not isinstance(params, Adapter):

@@ -1,6 +1,7 @@
 """Adapters in the format of PEFT: ``adapter_config.json`` and ``adapter_model.safetensors``, written and read. PEFT
 adds ``scale * B A`` to a weight [out, in], with A [r, in] and B [out, r]; ours (models/lora.py) are their transposes,
-with heads as separate axes. The scale is alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732)."""
+with heads as separate axes. The scale is alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732).
+"""
 
 import math
 import os
@@ -89,7 +90,8 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def read_adapter(folder: Path, config: ModelConfig) -> Any:
     """Read the ``Adapter`` of a model with this configuration: NumPy arrays, float32, with their scale in ``b``. All
     layers get the largest rank; what a layer has less is filled with zeros, which add nothing. InputError where the
-    tensors are not those of the modules that adapter_config.json names, or do not fit the model."""
+    tensors are not those of the modules that adapter_config.json names, or do not fit the model.
+    """
     from jaxrl_llm.models.decoder import Adapter
 
     settings, stored = read_settings(folder), open_file(folder / WEIGHTS)
@@ -120,7 +122,8 @@ def stacked_factor(
     stored: dict[str, StoredTensor],
 ) -> np.ndarray:
     """Take one factor of all layers, with our axes, out of ``stored``; ``ranks``: rank and scale of each adapted
-    layer."""
+    layer.
+    """
     sizes = axis_sizes(config) | {"R": max(rank for rank, scale in ranks.values())}
     out = np.zeros((config.layers, *(sizes[letter] for letter in side.axes)), np.float32)
     for layer, (rank, scale) in ranks.items():
@@ -143,7 +146,8 @@ def save_adapter(
 ) -> None:
     """Write a folder with ``adapter_config.json`` and ``adapter_model.safetensors`` (float32), which PEFT loads.
     ``base``: the name by which PEFT finds the model. ``card``: README.md's text. InputError: the directory is not
-    empty, or the format has no names for what is adapted: experts, and matrices that the family's checkpoints fuse."""
+    empty, or the format has no names for what is adapted: experts, and matrices that the family's checkpoints fuse.
+    """
     from safetensors.numpy import save_file
 
     from jaxrl_llm.models.decoder import to_parameters
@@ -194,7 +198,8 @@ def module_name(tensor: Tensor, layer: int) -> str:
 
 def factors(tensor: Tensor) -> tuple[Tensor, Tensor]:
     """Return the factors A and B of a weight's change: their names in a file, and their axes; R is the rank. The path
-    is the name of ours, ``a`` or ``b``."""
+    is the name of ours, ``a`` or ``b``.
+    """
     outputs, inputs = tensor.hf_axes.split()
     input_axes = len(inputs)
     # Precedes a module's name in an adapter's file.

@@ -59,7 +59,8 @@ TINY_EXPERTS = dataclasses.replace(TINY, family="qwen3_moe", experts=Experts(8, 
 
 def load_smollm2(dtype: str, mesh: Any) -> tuple[Any, Any]:
     """Load SmolLM2-135M-Instruct; the first call downloads and converts it into a Hugging Face directory in the cache.
-    Two processes may do this at once: each works in its own folder, and the first to finish names the result."""
+    Two processes may do this at once: each works in its own folder, and the first to finish names the result.
+    """
     from jaxrl_llm.models.gguf import read_gguf
     from jaxrl_llm.models.hf import load_directory, new_directory, write_directory
 
@@ -238,7 +239,8 @@ def load_scalar(
 ) -> tuple[Any, Any | None]:
     """Load (``ScalarModel``, tokenizer or None) of a reward model: a directory or hub id of a sequence classifier. The
     other arguments are those of ``load_pretrained``. With ``fresh`` a language model is accepted too, and gets a scalar
-    head of zeros in place of its LM head; otherwise it raises InputError."""
+    head of zeros in place of its LM head; otherwise it raises InputError.
+    """
     from jaxrl_llm.models.heads import ScalarModel, with_scalar_head
     from jaxrl_llm.sharding import lay_out, shardings
 
@@ -253,7 +255,8 @@ def load_either(
     path_or_name: str | os.PathLike, dtype: str = "float32", mesh: Any = None, scores: bool | None = None
 ) -> tuple[Any, Any | None]:
     """Load either kind of model: a ``Decoder`` like ``load_pretrained``, or a ``ScalarModel`` like ``load_scalar``.
-    ``scores``: refuse one that gives no scores (True), or one that does (False), before its weights are read."""
+    ``scores``: refuse one that gives no scores (True), or one that does (False), before its weights are read.
+    """
     from jaxrl_llm.models.gguf import load_gguf
     from jaxrl_llm.models.heads import split_head
     from jaxrl_llm.models.hf import load_directory
@@ -294,7 +297,8 @@ def load_either(
 
 def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) of an adapter's directory: the sum of base and adapter, in ``dtype``. The
-    tokenizer is the directory's own, with its chat template and end of text, or else the base's."""
+    tokenizer is the directory's own, with its chat template and end of text, or else the base's.
+    """
     import jax
 
     from jaxrl_llm.models.decoder import Decoder, to_parameters

@@ -50,7 +50,8 @@ class BytePairs:
 def load_tokenizer(directory: Path) -> Any | None:
     """Load the fast tokenizer of a directory; None if it holds no tokenizer files. It must encode probe texts as
     ``tokenizer.json`` does, and spell them when it decodes what it encoded (``_spells``): some releases of transformers
-    build another one, by the class that tokenizer_config.json names; then the file alone counts."""
+    build another one, by the class that tokenizer_config.json names; then the file alone counts.
+    """
     if not any((directory / name).is_file() for name in _FILES):
         return None
     import tokenizers
@@ -95,7 +96,8 @@ def _spells(tokenizer: Any, text: str) -> bool:
     """Whether the decoded ids of a text spell it. A tokenizer with a token for each byte must give the text back, or
     its normal form, and may begin it with a space. Others may leave out characters without a token, change case,
     accents and spaces, and write compatibility characters plainly; but what they decode must be in the text, in
-    order."""
+    order.
+    """
     backend = tokenizer.backend_tokenizer
     unknown = backend.token_to_id(getattr(backend.model, "unk_token", None) or "")
     ids = [index for index in _ids(tokenizer, text) if index not in (tokenizer.unk_token_id, unknown)]
@@ -116,7 +118,8 @@ def _plainly(text: str) -> list[str]:
 
 def text_of(tokenizer: Any, tokens: Iterable[Any], ends: Collection[int] = ()) -> str:
     """Return exactly what tokens spell, special tokens included: every text that is judged, saved or shown. ``ends``:
-    of these ids one at the end is left out."""
+    of these ids one at the end is left out.
+    """
     ids = [int(token) for token in tokens]
     ids = ids[:-1] if ids and ids[-1] in ends else ids
     return tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -150,7 +153,8 @@ def limit_vocab(tokenizer: Any, rows: int) -> Any:
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     """Write the tokenizer's files so that transformers 4 and 5 load them. tokenizer.json is all of it, so the class is
     the general one, which both know: some releases build another tokenizer by the name of a model's class. Version 4
-    wants a list of special tokens by its old name."""
+    wants a list of special tokens by its old name.
+    """
     from jaxrl_llm.models.weights import read_object, write_object
 
     tokenizer.save_pretrained(directory)
@@ -176,7 +180,8 @@ def special_ids(tokenizer: Any) -> list[int]:
 
 def with_pad_token(tokenizer: Any, index: int) -> Any:
     """Return a tokenizer that pads with this token; the same object if it already does. It does not pad at all if the
-    token is text: as a special token it would be cut out of texts."""
+    token is text: as a special token it would be cut out of texts.
+    """
     if tokenizer.pad_token_id == index:
         return tokenizer
     other = copy.deepcopy(tokenizer)

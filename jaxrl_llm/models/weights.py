@@ -77,7 +77,8 @@ def read_parameters(
 ) -> dict[str, Any]:
     """Read our nested dict of JAX arrays in one dtype, each laid out on the mesh by the rules of ``sharding``. Without
     a mesh they are on the default device. A reward model (``scalar``) has ``scalar`` [D], and no LM head. InputError
-    names a missing, unknown or misshapen tensor."""
+    names a missing, unknown or misshapen tensor.
+    """
     import jax.numpy as jnp
     from flax import traverse_util
 
@@ -142,7 +143,8 @@ def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], scala
 
 def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Return the checkpoint's tensors of our parameters (addressable arrays), under Hugging Face's names. The tensors
-    are those of a reward model if ``scalar`` is among the parameters."""
+    are those of a reward model if ``scalar`` is among the parameters.
+    """
     sizes = axis_sizes(config)
     stored = {}
     for tensor in tensors_of(config, "scalar" in parameters):
@@ -217,7 +219,8 @@ def _join_parts(fused: Fused, tensors: list[StoredTensor], place: tuple[slice, .
 
 def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
     """Open the tensors of a directory: those of ``model.safetensors``, else of the shards that its index names. Other
-    files of weights are not looked at. The choice is that of transformers."""
+    files of weights are not looked at. The choice is that of transformers.
+    """
     places = _places(directory)
     files = {*places.values()}
     if (directory / SINGLE).is_file():

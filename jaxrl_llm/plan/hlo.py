@@ -25,7 +25,8 @@ class Collective:
     """A transfer between devices. ``kind``: "all-gather", "all-reduce", "reduce-scatter", "all-to-all" or
     "collective-permute". ``size``: bytes of the whole array on one device: the result of an all-gather, the operand of
     the others. ``groups``: int[groups, members], partitions that communicate; a permute has its cycles or pairs.
-    ``times``: how often it runs in one call of the program."""
+    ``times``: how often it runs in one call of the program.
+    """
 
     kind: str
     size: float
@@ -44,7 +45,8 @@ class Collective:
 @dataclasses.dataclass(frozen=True)
 class Traffic:
     """Transfers of one kind. ``ici``, ``dcn``: bytes that a device sends inside its slice or host, and out of it;
-    ``ici_s``, ``dcn_s``: least seconds for these."""
+    ``ici_s``, ``dcn_s``: least seconds for these.
+    """
 
     kind: str
     count: float = 0.0
@@ -144,7 +146,8 @@ def rounds(
 
 def collectives_of(program: HloProgram, name: str, times: float) -> Iterator[Collective]:
     """Yield the transfers of one computation and its fusions, without those in its loops. A transfer that is split over
-    several fusions, to overlap, has one channel and counts once."""
+    several fusions, to overlap, has one channel and counts once.
+    """
     seen: set[tuple[str, str]] = set()
     for computation, op in walk(program, name, lambda op: callees(op)["calls"] if op.operation == "fusion" else ()):
         kind = op.operation.removesuffix("-start")
@@ -273,7 +276,8 @@ MIN_COPY = 2**20
 class Copy:
     """Data that is written only to change its place or layout. ``kind``: one of ``MOVES``; the most telling, where a
     kernel does several. ``shape``: of the written array; ``size``: its bytes. ``source``: the traced operation that it
-    comes from."""
+    comes from.
+    """
 
     kind: str
     shape: str
@@ -285,7 +289,8 @@ class Copy:
 class HloLoop:
     """A loop's body, or the program outside of all loops, with ``depth`` 0. ``times``: how often it runs in one call of
     the program. ``moved``: bytes that one round reads and writes in the device's memory, inner loops multiplied out. In
-    its own body: ``copies`` of at least ``MIN_COPY`` bytes, and ``collectives``, ``times`` times each."""
+    its own body: ``copies`` of at least ``MIN_COPY`` bytes, and ``collectives``, ``times`` times each.
+    """
 
     depth: int
     times: float
@@ -299,7 +304,8 @@ def find_loops(
 ) -> list[HloLoop]:
     """Return a computation, "" for the program's entry, and the loops in it, outer loops before inner ones.
     ``unknown``: trip counts of loops with a bound in the data, the outermost first; deeper loops count once. ``depth``:
-    loops around the computation. ``times``: how often it runs in one call of the program."""
+    loops around the computation. ``times``: how often it runs in one call of the program.
+    """
     name = name or program.entry
     instructions = list(walk(program, name, inlined_callees))
     all_copies = (_as_copy(program, computation, op) for computation, op in instructions)
@@ -318,7 +324,8 @@ def bytes_moved(program: HloProgram, name: str, unknown: tuple[float, ...] = ())
     """Return the bytes that a computation reads and writes in memory in one run, its loops multiplied out. A kernel
     reads its operands once, but only the slices of those it slices, and writes its results once; an update in place
     costs the inserted part, attention by length all columns of a layer. Of branches the most expensive counts. Data in
-    a chip's fast memory costs nothing."""
+    a chip's fast memory costs nothing.
+    """
 
     def traffic(around: dict[str, Instruction], op: Instruction) -> float:
         if op.operation in FREE or op.operation.endswith("-done"):
@@ -332,7 +339,8 @@ def bytes_moved(program: HloProgram, name: str, unknown: tuple[float, ...] = ())
 
 def cycles(program: HloProgram, name: str = "", unknown: tuple[float, ...] = ()) -> float:
     """Return the cycles of a TPU's core in one run of a computation, "" for the program's entry, by its compiler's
-    static model, which has none for kernels of Pallas and collectives. 0 for other platforms."""
+    static model, which has none for kernels of Pallas and collectives. 0 for other platforms.
+    """
 
     def estimate(around: dict[str, Instruction], op: Instruction) -> float:
         noted = re.search(r'"estimated_cycles":"?(\d+)', op.rest)

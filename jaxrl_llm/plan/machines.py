@@ -22,7 +22,8 @@ EXAMPLES = {"v4": "v4:2x2x4", "v5e": "v5e:4x4", "v5p": "v5p:4x4x4", "v6e": "v6e:
 @dataclasses.dataclass(frozen=True)
 class Machine:
     """Devices of one kind. ``chip``: the kind of device. ``shape``: of the torus of one slice; (hosts, devices per
-    host) for GPUs. ``slices``: number of slices, linked by the data centre's network."""
+    host) for GPUs. ``slices``: number of slices, linked by the data centre's network.
+    """
 
     chip: Chip
     shape: tuple[int, ...]
@@ -114,7 +115,8 @@ TARGETS = {
     }),
 }  # fmt: skip
 """Compute capability of a GPU, and further numbers for its compiler: NVIDIA's white papers and guides. A block may have
-1 KiB less than the shared memory of a core; an h200 is an h100 with another memory."""
+1 KiB less than the shared memory of a core; an h200 is an h100 with another memory.
+"""
 
 
 def target_config(chip: Chip) -> str:
@@ -182,7 +184,8 @@ def describe_devices(machine: Machine) -> list[Any]:
 
 def prepare_compilers() -> None:
     """Set the environment before JAX looks for devices: it finds none, asks no metadata server, and claims no TPU.
-    Other processes may compile at the same time."""
+    Other processes may compile at the same time.
+    """
     for name, value in {
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "JAX_PLATFORMS": "cpu",

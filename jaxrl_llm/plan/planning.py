@@ -27,7 +27,8 @@ class DeviceMemory:
     arguments, and padding of layouts. ``weights``: the policy that learns, and the frozen base under its adapter;
     ``optimiser``: its moments. ``critic``, ``critic_optimiser``: of all roles but the policy. ``reference``: the frozen
     policy. ``judges``: reward models. ``batch``: a step's packed data, of all its updates. ``sampled``: the weights to
-    sample from. ``cache``: keys and values of slots and prompts."""
+    sample from. ``cache``: keys and values of slots and prompts.
+    """
 
     weights: float = 0
     optimiser: float = 0
@@ -72,7 +73,8 @@ def memory_of_learning(
     run: Configuration, arrays: programs.Arrays, compiled: Mapping[str, programs.Compiled]
 ) -> DeviceMemory:
     """Return the memory while learning: state and data; weights to sample from only where sampling runs ahead. Reward
-    models count too, unless they have devices of their own. ``compiled`` is empty for formulas."""
+    models count too, unless they have devices of their own. ``compiled`` is empty for formulas.
+    """
     base = state_memory(arrays)
     packed = programs.bytes_per_device(arrays.packed)
     batch = packed * run.learner.minibatches
@@ -159,7 +161,8 @@ def pass_bytes(planned: programs.PlannedModel, compiled: Mapping[str, programs.C
 
 def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
     """Estimate without compiling the bytes that a pass needs beside its arguments: the model in the compute type, in
-    its layout, ``token_bytes`` for each token, and a chunk of logits where the model predicts tokens."""
+    its layout, ``token_bytes`` for each token, and a chunk of logits where the model predicts tokens.
+    """
     layout = planned.forward.layout
     compute = planned.forward.compute
     config = planned.model.config
@@ -177,7 +180,8 @@ class Plan:
     ``learning``, ``sampling``: memory of one device meanwhile; None where no step samples. ``phases``: of a step, with
     their least times. ``compiled``: programs by name; empty for formulas. ``chosen``: notes on backends of attention
     and matrix products, and on assumptions. ``more``: bytes that one more adds to a device: "groups", "slots", "rows"
-    of a microbatch."""
+    of a microbatch.
+    """
 
     run: Any
     machine: Machine
@@ -195,7 +199,8 @@ class Plan:
     @property
     def parameters(self) -> tuple[int, int]:
         """Return the number of the policy's parameters, without an adapter's, and of those that one token uses: all but
-        those of the experts that it does not take."""
+        those of the experts that it does not take.
+        """
         policy = self.state.policy
         model = policy.params if policy.base is None else policy.base
         total = sum(x.size for x in jax.tree.leaves(model))
@@ -242,7 +247,8 @@ class Plan:
     def most(self, kind: str) -> int | None:
         """Return how many "groups", "slots" or "rows" of a microbatch fit next to everything else, as a multiple of
         what the run divides them by; None for rows where that is unknown, 0 for slots where nothing is sampled.
-        Temporaries are taken to grow with the cache: they grow less."""
+        Temporaries are taken to grow with the cache: they grow less.
+        """
         if kind == "slots" and self.sampling is None:
             return 0
         if kind not in self.more:
@@ -270,7 +276,8 @@ def plan_run(
     """Plan a resolved run on a machine, by its compiled programs, or by formula if not ``compiling``. ``devices``: as
     their compiler describes them; None to use formulas. ``mean``: tokens of a completion, for the times; None for the
     longest, on which memory is always based. ``more``: find out how large microbatches may be, which takes one more
-    compilation. ``say``: called with a line about each compilation."""
+    compilation. ``say``: called with a line about each compilation.
+    """
     run, notes = compilable(run, config, machine) if compiling else (run, ())
     find, assumed = programs.architecture_finder(config)
     run = with_microbatch_rows(run, config, machine, find)
@@ -386,7 +393,8 @@ def _build_plan(
 
 def candidate_runs(run: Any, config: ModelConfig, machine: Machine) -> list[Any]:
     """Return every mesh that divides heads, rows and devices, with some microbatches not larger than an update. More
-    devices than key/value heads take copies of these, which divide the query heads evenly."""
+    devices than key/value heads take copies of these, which divide the query heads evenly.
+    """
     per_slice = (machine.devices - run.mesh.rollout) // run.mesh.slices // run.mesh.expert
     heads = config.attention
     divides = [
@@ -422,7 +430,8 @@ def best_plans(
     say: Callable[[str], None],
 ) -> list[Plan]:
     """Return the fastest plans that fit, the best first; compiled where that is possible, until a few fit. A formula's
-    memory is rough, so plans that exceed it a little are compiled too."""
+    memory is rough, so plans that exceed it a little are compiled too.
+    """
     ranked, enough = [], 3
     for number, candidate in enumerate(runs := candidate_runs(run, config, machine)):
         say(f"by formula: {number + 1} of {len(runs)}")

@@ -62,7 +62,8 @@ from jaxrl_llm.types import Prompt, Role, TrainState
 class PlannedModel:
     """A model on the devices, and ``packed``, the data of one call of a program. ``name``: "update" for the policy, or
     that of another role or of a pass. ``predicts``: whether it predicts tokens; a scalar model does not.
-    ``microbatches``: non-empty ones of the data."""
+    ``microbatches``: non-empty ones of the data.
+    """
 
     name: str
     forward: Forward
@@ -107,7 +108,8 @@ class PlannedPass(PlannedModel):
 class Arrays:
     """All arrays on the devices, as ``ShapeDtypeStruct`` with sharding: ``state`` (weights, optimiser, reference);
     ``packed``, one optimiser update's data, for all roles; ``learned``, one for each role, the policy first;
-    ``passes``."""
+    ``passes``.
+    """
 
     state: TrainState
     packed: Packed
@@ -139,7 +141,8 @@ def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
 
 def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
     """Return the run's arrays, where ``mesh`` learns and ``where`` samples (either may be abstract). ``initial``: the
-    model at the start, as shapes."""
+    model at the start, as shapes.
+    """
     state = sharding.as_shapes(outline.state, sharding.shardings(outline.state, mesh))
     names = tuple(objective.name for training in outline.training for objective in training.objectives)
     samples = outline.samples(outline.groups.longest)
@@ -219,7 +222,8 @@ class Compiled:
     new memory. ``cycles``: of a TPU's core in one call, by its compiler, without kernels of Pallas and collectives; 0
     on GPUs. ``products``: matrix products by implementation, which a GPU's compiler chooses. ``seconds``: of
     compilation. ``refused``: bytes that it would need, if that is more than the device has; the other numbers are then
-    0."""
+    0.
+    """
 
     arguments: int = 0
     outputs: int = 0
@@ -235,7 +239,8 @@ class Compiled:
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
     """A resolved run on described devices, ready to compile: ``arrays`` are the arguments of the trainer's functions.
-    ``mesh`` learns and ``where`` samples; both are abstract where nothing is compiled."""
+    ``mesh`` learns and ``where`` samples; both are abstract where nothing is compiled.
+    """
 
     run: Configuration
     mesh: Any
@@ -252,7 +257,8 @@ def planned_run(
     machine: Machine | None = None,
 ) -> PlannedRun:
     """Return the run's functions and their arguments on these devices. ``find``: returns the architecture of other
-    models. Without devices the meshes are abstract, of the ``machine``, and nothing can be compiled."""
+    models. Without devices the meshes are abstract, of the ``machine``, and nothing can be compiled.
+    """
     mesh, where = run_meshes(run, devices, machine)
     model = abstract_model(config, run.learner.dtype)
     outline = planned_stage(run).outline(run, model, mesh, where, find)
@@ -277,7 +283,8 @@ def planned_stage(run: Configuration) -> ModuleType:
 
 def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
     """Lower a program of the run, at its largest: all slots, the longest prompts, the last call of several. ``weights``
-    casts and lays out the policy for sampling; ``refill`` fills slots and blocks with a call's prompts."""
+    casts and lays out the policy for sampling; ``refill`` fills slots and blocks with a call's prompts.
+    """
     arrays = target.arrays
     scalar = jax.ShapeDtypeStruct((), np.float32)
     for planned in arrays.learned:
@@ -362,7 +369,8 @@ def memory_needed(text: str) -> float:
 
 def find_model_config(name: str) -> tuple[ModelConfig, str]:
     """Return the architecture of a model or adapter directory, .gguf file, built-in name, hub id or RUN[@STEP], and its
-    source. The package holds a copy of config.json for well-known models, so that planning needs no network."""
+    source. The package holds a copy of config.json for well-known models, so that planning needs no network.
+    """
     if name in published_configs() and not Path(name).is_dir():
         return read_config(published_configs()[name]), "the published config.json, copied into this package"
     trained = find_run(name)
@@ -377,7 +385,8 @@ def find_model_config(name: str) -> tuple[ModelConfig, str]:
 def architecture_finder(policy: ModelConfig) -> tuple[Architectures, list[str]]:
     """Return a function from the name of a run's other model to its architecture, and the notes that it adds to. A run
     that has not been trained yet has no directory: the function assumes the policy's architecture and notes that. It
-    raises InputError for a model that exists, but cannot be read."""
+    raises InputError for a model that exists, but cannot be read.
+    """
     notes: list[str] = []
 
     @functools.cache

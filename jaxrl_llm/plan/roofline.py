@@ -1,5 +1,6 @@
 """The time of a step, from compiled programs where there are some, and by formula from the sizes of a run elsewhere.
-With the occupancy of the engine's slots, and the duration of transfers over ICI and DCN."""
+With the occupancy of the engine's slots, and the duration of transfers over ICI and DCN.
+"""
 
 import collections
 import dataclasses
@@ -35,7 +36,8 @@ SIGMA = 0.9
 class Occupancy:
     """A step's decoding. ``chunks``: calls of the decode program; ``read``: share of the whole cache, slots by columns,
     that a call reads on average; ``live``: share of the whole cache that holds keys and values of running completions,
-    on average."""
+    on average.
+    """
 
     chunks: int
     read: float
@@ -44,7 +46,8 @@ class Occupancy:
 
 def completion_lengths(count: int, mean: float, longest: int) -> np.ndarray:
     """Return the tokens of ``count`` completions, int[count]: log-normal, cut at ``longest``, of this mean, shuffled. A
-    mean of ``longest`` gives that length to all."""
+    mean of ``longest`` gives that length to all.
+    """
     if mean >= longest:
         return np.full(count, longest)
     spread = np.exp(SIGMA * np.array([NormalDist().inv_cdf((i + 0.5) / count) for i in range(count)]))
@@ -68,7 +71,8 @@ def occupancy(
 ) -> Occupancy:
     """Run a step's completions through the slots by the engine's rules for the rows and columns of a chunk. A slot
     whose completion ends takes the next one of the queue at the next chunk. ``room``: columns of the whole cache.
-    ``form``: kernels that read each row by its length; None for the plain form, which reads all alike."""
+    ``form``: kernels that read each row by its length; None for the plain form, which reads all alike.
+    """
     queue = completion_lengths(completions, mean, longest)
     running = queue[:slots]
     progress = np.zeros(len(running), int)
@@ -99,7 +103,8 @@ class Work:
     ``prompts_flops``: prefill of all prompts, once for each group; 0 where nothing is sampled. ``score_passes``:
     forward passes over the batch without gradients: old policy, reference. ``update_flops``: useful FLOPs of one update
     of every role; one with more passes counts with its share of those. Of an update: ``predictions``: tokens; ``rows``:
-    of packed tokens, padding included; ``microbatches``: non-empty ones."""
+    of packed tokens, padding included; ``microbatches``: non-empty ones.
+    """
 
     completions: int
     mean: int
@@ -197,7 +202,8 @@ def packed_pairs(config: ModelConfig, attention: str, rows: int, row_tokens: int
 class Cost(NamedTuple):
     """The cost of one call of a program on one device, by formula: ``flops``, and ``bytes`` read and written.
     ``kernels``: FLOPs of fused attention in a TPU's program, which its compiler does not count. ``fixed``: of the
-    bytes, those that every call reads; a compiled program at its largest reads a ``share`` of the rest."""
+    bytes, those that every call reads; a compiled program at its largest reads a ``share`` of the rest.
+    """
 
     flops: float
     bytes: float
@@ -208,7 +214,8 @@ class Cost(NamedTuple):
 
 class CompiledCost(NamedTuple):
     """The cost of one call of a compiled program on one device, at its largest, read from its text. ``seconds``: of its
-    kernels by a TPU's compiler; 0 where the text has none. ``bytes``: that it reads and writes."""
+    kernels by a TPU's compiler; 0 where the text has none. ``bytes``: that it reads and writes.
+    """
 
     seconds: float
     bytes: float
@@ -225,7 +232,8 @@ class StepPart:
     ``name``: "weights", "prompts", "decode", "score", "update", or that of another role or of a pass. ``flops``,
     ``bytes``, ``traffic``: in all ``calls`` of a step. ``compute_s``, ``memory_s``: at the peaks of matrix products and
     of memory, by ``source``: ``FORMULAS``, ``BYTES`` or ``CYCLES``. ``ici_s``, ``dcn_s``: inside a slice or host, and
-    between them. ``samples``: it is part of the sampling half; ``learns``: it updates a role."""
+    between them. ``samples``: it is part of the sampling half; ``learns``: it updates a role.
+    """
 
     name: str
     calls: float
@@ -262,7 +270,8 @@ def step_parts(
     costs: Mapping[str, CompiledCost],
 ) -> list[StepPart]:
     """Return the parts of a step on one device; those that a step never calls are left out. ``traffic``: of one call of
-    each program. ``costs``: of compiled programs; others cost what formulas say."""
+    each program. ``costs``: of compiled programs; others cost what formulas say.
+    """
     parts = []
 
     def add(name: str, calls: float, cost: Cost, samples: bool = False, learns: bool = False) -> None:
@@ -388,7 +397,8 @@ def update_cost(arrays: programs.Arrays, planned: programs.PlannedRole, work: Wo
 @dataclasses.dataclass(frozen=True)
 class Places:
     """The location of each partition of a program on ``machine``. ``slices``: int[partitions], its slice or host;
-    ``coordinates``: int[partitions, dimensions] in the torus, no columns where a switch links all."""
+    ``coordinates``: int[partitions, dimensions] in the torus, no columns where a switch links all.
+    """
 
     machine: Machine
     slices: np.ndarray
@@ -408,7 +418,8 @@ def device_places(machine: Machine, devices: Iterable[Any] | None = None) -> Pla
 
 def traffic_of(collective: Collective, places: Places) -> Traffic:
     """Return the traffic of all runs of one collective. Between slices it is assumed hierarchical: each device of a
-    slice sends its share out, and the rest stays inside."""
+    slice sends its share out, and the rest stays inside.
+    """
     chip = places.machine.chip
     group = collective.groups[0]
     outside = len(set(places.slices[group].tolist()))
@@ -451,7 +462,8 @@ def traffic_by_formula(
     run: Configuration, arrays: programs.Arrays, work: Work, sizes: Mapping[str, int], places: Places
 ) -> dict[str, tuple[Traffic, ...]]:
     """Estimate the traffic of one call of each program, without compiling. Weights are gathered over fsdp, gradients
-    summed over data, activations over tensor, and tokens gathered and their sums scattered over expert."""
+    summed over data, activations over tensor, and tokens gathered and their sums scattered over expert.
+    """
     partitions = np.arange(math.prod(sizes.values())).reshape(tuple(sizes.values()))
     # Groups of partitions by mesh axis, int[groups, members]: the members of a group differ along this axis only.
     axes = {name: np.moveaxis(partitions, i, -1).reshape(-1, sizes[name]) for i, name in enumerate(sizes)}
@@ -506,7 +518,8 @@ def expert_exchange(
     config: ModelConfig, tokens: float, width: int, axes: Mapping[str, np.ndarray], times: float
 ) -> list[Collective]:
     """Return what devices with different experts exchange for ``tokens`` of each; backward passes send as much. Hidden
-    states of ``width`` bytes a number are gathered with weights and numbers of experts; sums are float32."""
+    states of ``width`` bytes a number are gathered with weights and numbers of experts; sums are float32.
+    """
     if config.experts is None or "expert" not in axes:
         return []
     all_tokens = tokens * axes["expert"].shape[1]

@@ -27,7 +27,8 @@ class Totals:
     in the currency of the price; None without one. ``checkpoint_bytes``, ``snapshot_bytes``: of one on disk.
     ``best_bytes``: of the models of the best evaluation, as of now and of each checkpoint, at most; 0 if none is kept.
     ``disk_bytes``: of ``output.keep`` checkpoints, one in writing, and one of an interruption. ``step_grace_s``: half
-    of ``output.grace_s``, in which a step has to end after a signal; None if that is infinite."""
+    of ``output.grace_s``, in which a step has to end after a signal; None if that is infinite.
+    """
 
     steps: int
     run_s: float

@@ -20,7 +20,8 @@ where a test is JSON, tuples are lists and the keys of dictionaries text, as Liv
 HumanEval+ and MBPP+ are close as in EvalPlus (absolute 1e-6, relative 1e-7).
 
 Values are JSON of ``sandbox.program.encode_value``, from a process that may have written anything: they are compared
-member by member, so that no hash table is built from one that is larger than the expected value."""
+member by member, so that no hash table is built from one that is larger than the expected value.
+"""
 
 import ast
 import dataclasses
@@ -101,7 +102,8 @@ class Verdict(NamedTuple):
     or if the sandbox failed. No program can take out a test that it fails: only tests without a value of their own,
     such as ``V(1) + V(2) == V(3)``, can be opaque, and these can be passed without a solution. ``results``: for each
     test ``passed``, ``failed``, the status of ``Outcome`` that ended the program, ``opaque`` (nobody outside the
-    program can tell: not counted) or ``not run``. ``note``: what else to know, in one line, or empty."""
+    program can tell: not counted) or ``not run``. ``note``: what else to know, in one line, or empty.
+    """
 
     score: float | None
     results: tuple[str, ...]
@@ -135,7 +137,8 @@ def grade(
 ) -> Verdict:
     """Run a program's tests; ``timeout_s`` and ``memory_mb`` are for each test, as in ``run_python``. ``code`` may be a
     completion (``extract_program``). ``stop_early`` ends at the first test that fails. After three tests that time out
-    the rest are not run, and count as failed. InputError: the tests have no known form."""
+    the rest are not run, and count as failed. InputError: the tests have no known form.
+    """
     parsed_tests = parse_tests(tests)
     limits = timeout_s, memory_mb
     program = extract_program(code)

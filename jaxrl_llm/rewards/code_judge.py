@@ -6,7 +6,8 @@ import random
 
 class Foreign:
     """Object of the program that is no data. It differs from all data; of two of them nobody knows which is less, or
-    whether they are equal: answers are tried."""
+    whether they are equal: answers are tried.
+    """
 
     compared, chance = False, 1.0
 

@@ -10,7 +10,8 @@ Tests in the words of unittest, numpy and pytest as plain assertions, which are 
 ``self.assertEqual(f(2), 4)`` and ``np.testing.assert_equal(f(2), 4)`` become ``assert f(2) == 4``. Each test of a class
 has the statements of its ``setUp`` before it, and ``self.x`` becomes a name. The cases of ``parametrize`` become a
 loop, and ``capsys`` an object of the program's process. What has no plain form, such as ``assertRaises``, is refused,
-since nobody would notice if it were left out."""
+since nobody would notice if it were left out.
+"""
 
 import ast
 import builtins
@@ -290,7 +291,8 @@ def computable(scope: Any, node: ast.AST, certain: bool) -> bool:
     each step, so the expression may hold nothing that is expected: ``f(2) - 4`` and ``f(2).startswith("ab")`` are
     refused, since an object whose subtraction returns 0 would be the answer. ``scope``: the names before it.
     ``certain``: its value is compared with one that cannot be guessed; then functions of the test, and operators of the
-    program's objects with constants, may be in it."""
+    program's objects with constants, may be in it.
+    """
     if not scope.needs(node):  # it holds no values of the test
         imports = [stmt for stmt in scope.setup if isinstance(stmt, (ast.Import, ast.ImportFrom))]
         standard = reads(node) - binds(node) <= frozenset(dir(builtins)).union(*map(binds, imports))
@@ -392,7 +394,8 @@ class _Scope:
     """The statements so far (``setup``), and what is known of names. ``tainted``: those whose values depend on the
     program; of them ``objects`` are its functions or objects, ``instances`` instances of its classes. ``literals``:
     values of names of literals. ``missing``: names of packages that programs do not have. ``computed``: texts of the
-    expressions that earlier assertions computed."""
+    expressions that earlier assertions computed.
+    """
 
     setup: list[ast.stmt] = dataclasses.field(default_factory=list)
     tainted: set[str] = dataclasses.field(default_factory=set)

@@ -48,7 +48,8 @@ class Form:
     """Calling convention of a function. ``style``: ``own``, ``trl`` or ``verl`` by its parameter names; ``plain`` if an
     item is its arguments. ``batch``: all items in one call. ``waits``: it is ``async``, so many calls may wait at one
     time. ``first``: parameters that are problem and completion by position, with any names; ``names``: those given by
-    name; ``optional``: those with a default; ``rest``: it takes all other arguments."""
+    name; ``optional``: those with a default; ``rest``: it takes all other arguments.
+    """
 
     style: str = "own"
     batch: bool = False
@@ -150,7 +151,8 @@ class Local(UserFunction):
     It is called like that of a ``Function``, but in this process, one call after the other in a separate thread. A call
     that hangs is abandoned after the same time and cannot be ended; signals, such as math-verify's own timeouts, need a
     main thread and so a module. A config.json cannot hold it: such a run is trained from the program that holds the
-    function."""
+    function.
+    """
 
     function: Callable[..., Any]
     weight: float = 1.0
@@ -318,7 +320,8 @@ AT_ONCE = 64
 """Maximum number of calls of one ``async`` function that wait at one time."""
 LARGEST = 1e15
 """Maximum size of a reward: the squares of a million differences of such rewards have a sum in float32, in which
-advantages are computed. Beyond it, all advantages would be 0."""
+advantages are computed. Beyond it, all advantages would be 0.
+"""
 
 _OFFERS: dict[tuple[str, bool], dict[str, Callable[[Any, Any], Any]]] = {
     ("own", False): {"problem": lambda p, c: p, "completion": lambda p, c: c},
@@ -352,7 +355,8 @@ class RewardCall(NamedTuple):
     waits. ``timeout_s``: for one item, or a whole batch. ``positions``: unit of those that a step function returns,
     empty if it returns numbers. ``function``: if no other process can import it. ``on_error``: score of an item without
     an outcome; None for the scorer's. ``extra_names``: of the further numbers that each result holds beside its
-    ``score``."""
+    ``score``.
+    """
 
     path: str
     items: Sequence[tuple[Any, Any]]
@@ -375,7 +379,8 @@ class RewardOutcome(NamedTuple):
     """Outcome of one item: ``ok`` with a value, ``error`` (it raised or its process died) or ``timeout``. ``value``:
     the score, or the steps as pairs of a position and a value. ``message``: the error, in one line; ``place``:
     ``file:line`` of the function's own code, if known; ``trace``: the whole traceback, once for each call.
-    ``extra_values``: further numbers, in the order of ``RewardCall.extra_names``."""
+    ``extra_values``: further numbers, in the order of ``RewardCall.extra_names``.
+    """
 
     status: str
     value: Any = 0.0
@@ -427,7 +432,8 @@ def is_chat(problem: Problem) -> bool:
 
 def perform(function: Any, call: RewardCall, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> list[RewardOutcome]:
     """Return the outcome of each item, whatever the function raises; ``run`` waits for ``async`` results. In a batch
-    None is NaN, and an invalid score or an exception in its place fails alone."""
+    None is NaN, and an invalid score or an exception in its place fails alone.
+    """
     try:
         if call.form.waits and not call.form.batch:
             return run(call_concurrently(function, call))

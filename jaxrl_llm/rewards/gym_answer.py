@@ -1,5 +1,6 @@
 """Scoring by reasoning-gym itself. For the pool: some of its data sets evaluate the expression that the model wrote.
-Those see only texts that cannot do anything: literals, or formulas of numbers, names and known functions."""
+Those see only texts that cannot do anything: literals, or formulas of numbers, names and known functions.
+"""
 
 import ast
 import functools

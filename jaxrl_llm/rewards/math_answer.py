@@ -1,5 +1,6 @@
 """Equivalence of mathematical expressions. For the pool: parsing a model's text may hang. ``math_verify`` bounds its
-own time with signals, which fail outside the main thread; they are off here, and the pool kills instead."""
+own time with signals, which fail outside the main thread; they are off here, and the pool kills instead.
+"""
 
 import logging
 import re
@@ -18,7 +19,8 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its ow
 def score_math(answer: str, problem: Problem) -> float:
     """Return 1 if the answer is equivalent to the reference, else 0. An extracted answer is read as LaTeX; with the
     extractor ``whole`` or ``after:TAG`` the expression is searched in the text. Numbers are compared by
-    ``same_number``. An expression that is nested too deep, or stands for too large a number, only equals itself."""
+    ``same_number``. An expression that is nested too deep, or stands for too large a number, only equals itself.
+    """
     prose = problem.extractor == "whole" or problem.extractor.startswith("after:")
     boxed = extract(answer, "boxed") if prose else None
     searched = prose and not boxed

@@ -6,7 +6,8 @@ in threads, which can be abandoned.
 The program of a worker is ``main``: a fresh interpreter without JAX. Protocol over one connection: the parent sends a
 ``RewardCall``. The worker sends JSON lists: ``["ready"]`` when it has started, then for each call ``["received"]``,
 ``["started"]`` once the function is imported, and ``["done", outcomes]``, one for each item, or one for all if it could
-not be called. The parent therefore never unpickles a worker's messages."""
+not be called. The parent therefore never unpickles a worker's messages.
+"""
 
 import asyncio
 import collections
@@ -72,7 +73,8 @@ class Pool:
     """Owner of ``workers`` processes, started at the first call; any thread may submit calls, and none waits for it. A
     call has ``limit_s`` seconds of wall-clock time, counted from when its function is imported. At the deadline its
     process group is killed and replaced. No process outlives ``close``, the interpreter's exit, or (by more than the
-    call's limit and a second) a killed parent."""
+    call's limit and a second) a killed parent.
+    """
 
     def __init__(self, workers: int):
         self._size = workers
@@ -271,7 +273,8 @@ def _kill_all(workers: list[_Worker], owner: int, closing: threading.Event | Non
 def main(handle: str, copies: str) -> None:
     """Serve calls until the parent closes the connection; own modules are imported from the same ``copies`` as there. A
     call that is still running ``GRACE_S`` after its deadline ends the process from a thread that needs no interpreter
-    lock: a parent that was killed itself cannot do it."""
+    lock: a parent that was killed itself cannot do it.
+    """
     connection = Connection(int(handle))
     import_copies(json.loads(copies))
     sys.stdout, sys.stderr = while_read(sys.stdout), while_read(sys.stderr)  # no reward fails for what it prints
@@ -324,7 +327,8 @@ class InProcessCalls:
     """Owner of two threads, started when first needed; neither blocks the interpreter's exit. One makes one call after
     the other, as submitted; on the other's event loop all calls of ``async`` functions wait at one time. Neither is the
     main thread, where a notebook's event loop runs and a call that hangs would stop the run. A call that ran out of
-    time keeps its thread, and the next ones get another."""
+    time keeps its thread, and the next ones get another.
+    """
 
     def __init__(self):
         self._stuck: list[threading.Thread] = []

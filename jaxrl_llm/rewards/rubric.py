@@ -5,7 +5,8 @@ steering the judge.
 
 A completion is data that a policy was trained to make: it may hold anything that raises its score. It stands between
 tags that carry a code made from the content itself, so that no completion can hold the code of its own tags; the
-verdict must repeat the code, so that one that was copied from the completion is none."""
+verdict must repeat the code, so that one that was copied from the completion is none.
+"""
 
 import dataclasses
 import json
@@ -159,7 +160,8 @@ Ask = Callable[[Chats], Sequence[JudgeAnswer | Exception]]
 
 JUDGE_METRICS = ("unparsed", "injected", "cached", "tokens", "cost")
 """Names of the further numbers of each completion: whether no verdict could be read, whether the completion tries to
-steer the judge, whether all answers were known, and tokens and dollars of those that were not."""
+steer the judge, whether all answers were known, and tokens and dollars of those that were not.
+"""
 
 
 class JudgedReward:

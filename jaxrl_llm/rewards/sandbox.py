@@ -1,7 +1,8 @@
 """Programs that a model wrote, run where they can reach nothing: no network, no files, no other processes. Three
 levels, of which the highest that the system allows is used: ``full`` (namespaces, Landlock, seccomp and limits),
 ``landlock+seccomp`` (without namespaces, as in a container) and ``rlimits only``, which is no protection: programs are
-refused there unless ``unsafe``. None needs privileges. ``docs/security.md`` has what each stops."""
+refused there unless ``unsafe``. None needs privileges. ``docs/security.md`` has what each stops.
+"""
 
 import functools
 from typing import NamedTuple
@@ -19,7 +20,8 @@ REFUSED = (
 class Outcome(NamedTuple):
     """End of a program. ``status``: ``ok``, exit code 0; ``error``, another one, a signal, or too many threads;
     ``timeout``; ``memory``; ``output``, it wrote over 4 MiB, or too many files; ``refused``, not run. ``stdout``: what
-    it printed, bytes that are no UTF-8 replaced. ``stderr``: its error output, or why it was refused."""
+    it printed, bytes that are no UTF-8 replaced. ``stderr``: its error output, or why it was refused.
+    """
 
     status: str
     stdout: str
@@ -43,7 +45,8 @@ def run_python(
     """Run a Python program, with the standard library, in a fresh process that can reach nothing. It may compute, start
     threads, and write plain files to a folder of its own, emptied afterwards. It has ``timeout_s`` seconds, waits for a
     processor not counted, and ``memory_mb`` MiB beyond the interpreter's. Threads and processes may call this at once.
-    SandboxError (``sandbox.client``): the sandbox failed twice, which is no fault of the program."""
+    SandboxError (``sandbox.client``): the sandbox failed twice, which is no fault of the program.
+    """
     if not unsafe and level() == LEVELS[0]:
         return Outcome("refused", "", REFUSED)
     data = stdin.encode("utf-8", "surrogatepass")

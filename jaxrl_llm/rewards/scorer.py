@@ -1,6 +1,7 @@
 """Scorer of completions with several rewards; calls that may hang or crash run in killable processes. References that
 no answer reaches, and reference programs that fail their own tests: each is tried, a sample before the first step, all
-behind it."""
+behind it.
+"""
 
 import bisect
 import collections
@@ -52,7 +53,8 @@ class Failures:
     """Record of the completions that rewards failed to score: ``errors`` raised or lost their process, ``timeouts`` ran
     past their deadline. ``of``: by reward, the number it was called for, and of those that it failed. ``messages``: by
     reward, its first failure in one line: ``my_rewards.py:7: ZeroDivisionError: division by zero``; the verifier's
-    under the empty name, even without an ``Accuracy``. ``trace``: those messages with their tracebacks, if any."""
+    under the empty name, even without an ``Accuracy``. ``trace``: those messages with their tracebacks, if any.
+    """
 
     errors: int = 0
     timeouts: int = 0
@@ -130,7 +132,8 @@ def merge_shares(shares: Sequence[Scores], count: int) -> Scores:
 
 def token_index(text: str, tokens: Sequence[int], end: int, tokenizer: Any) -> int:
     """Return the index of the token in which the first ``end`` characters (1 to all) of a completion are complete.
-    Bisects over its prefixes, decoded as it was: a character of several tokens appears with the last one."""
+    Bisects over its prefixes, decoded as it was: a character of several tokens appears with the last one.
+    """
     return bisect.bisect_left(
         range(1, len(tokens)), True, key=lambda count: text_of(tokenizer, tokens[:count]).startswith(text[:end])
     )
@@ -197,7 +200,8 @@ class ScoringBatch(NamedTuple):
     """Completions that are being scored. ``rewards``: by the names of their parts; ``places``: the completions that
     each scores. ``device_scores``: by models on the device. ``columns``: float64[n] of the verifier and of each base of
     a reward, by name, filled as outcomes come. ``jobs``: the name and places that each call fills, the call, and its
-    outcomes to come."""
+    outcomes to come.
+    """
 
     items: Sequence[Item]
     rewards: dict[str, Any]
@@ -240,7 +244,8 @@ def check_references(
     problems: Iterable[Problem], pool: Pool, timeout_s: float, folder: Path | None, needed: bool
 ) -> tuple[list[str], Callable[..., None]]:
     """Try the references of the verifier ``math`` and keep the result in ``folder``; others are tried as they are read.
-    ``needed``: whether the run reads which answers are right; then most of the sample must reach their answer."""
+    ``needed``: whether the run reads which answers are right; then most of the sample must reach their answer.
+    """
     distinct = {(problem.extractor, problem.answer): problem for problem in problems if problem.verifier == "math"}
     tries = {}
     for key, problem in distinct.items():
@@ -287,7 +292,8 @@ def _try_references(
 ) -> tuple[list[str], Callable[..., None]]:
     """Try a sample of references; return notes, and a function that tries the rest behind the run and gives its
     argument further notes. ``make_notes`` gets the unmet references, the number of those that were tried, and whether
-    they are a sample."""
+    they are a sample.
+    """
     by_digest = {codec.digest(key, 64): attempt for key, attempt in tries.items()}
     ordered = [by_digest[key] for key in sorted(by_digest)]
     digest = codec.digest("".join(sorted(by_digest)))
@@ -322,7 +328,8 @@ def _unmet_references(tries: Sequence[tuple[Problem, RewardCall]], pool: Pool) -
 
 def two_turn_episode(answer: Completion, tools: Sequence[str]) -> Completion:
     """Return an episode of two turns that ends with this answer; the first turn calls one of the ``tools``, if any. Its
-    tokens are those of the answer three times: for each turn, and for the environment's words between them."""
+    tokens are those of the answer three times: for each turn, and for the environment's words between them.
+    """
     size = len(answer.tokens)
     reply = {"role": "assistant", "content": answer.text}
     calls = [{"id": "call_0", "type": "function", "function": {"name": name, "arguments": {}}} for name in tools[:1]]
@@ -419,12 +426,14 @@ class Scorer(contextlib.AbstractContextManager):
         episode's environment is the part ``environment``; an episode without a token (its prompt was too long) is wrong
         and worth 0. ``only``: names of watched or requested parts; these, if they exist, and the accuracy alone are
         scored. InputError: an unknown extractor or verifier, or a sum of rewards beyond ``LARGEST``. RuntimeError: the
-        workers do not start."""
+        workers do not start.
+        """
         return self.begin(items, only)()
 
     def begin(self, items: Sequence[Item], only: Collection[str] | None = None) -> Callable[[], Scores]:
         """Begin to score, as ``score`` does; return a function that waits for the scores. Several may be open at one
-        time; all processes must begin and wait in one order."""
+        time; all processes must begin and wait in one order.
+        """
         beside = {name: reward for name, reward in self._beside.items() if only is not None and name in only}
         rewards = self._rewards | self._watched if only is None else beside
         played = [place for place, (_, completion) in enumerate(items) if not completion.unplayed]
@@ -447,7 +456,8 @@ class Scorer(contextlib.AbstractContextManager):
         """Refuse problems with tests that cannot be run, and references that most answers cannot reach; return notes on
         the sandbox and reference programs, and write the sandbox's level to the run's directory. ``problems``: all that
         will be asked. ``needed``: whether the run reads which answers are right. ``note``: gets the notes about
-        references that are tried in the background; None tries only a sample."""
+        references that are tried in the background; None tries only a sample.
+        """
         notes, try_rest = check_references(problems, self._pool, self._timeout_s, self.folder, needed)
         if note is not None and self._writes:
             try_rest(note)
@@ -479,7 +489,8 @@ class Scorer(contextlib.AbstractContextManager):
         """Call every function once, in each process, on an invented completion, so that one that always fails does so
         early. ``tools``: names of those of a task whose completions are episodes; None for one of single answers.
         ``judges``: ask those on the devices instead, once they are there. InputError: a reward raises, runs out of
-        time, or returns something other than a number; the message names the place, and the file with the traceback."""
+        time, or returns something other than a number; the message names the place, and the file with the traceback.
+        """
         count = 1 if self._peers is None else self._peers.count
         called = self._rewards | self._beside
         chosen = asks_model if judges else lambda base: not on_device(base)

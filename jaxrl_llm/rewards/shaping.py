@@ -9,7 +9,8 @@ Changes of a group's rewards that need more than one completion: the others of i
 
 Each is a value called as ``shape(group, updates, budget)`` and returns the group with other rewards. ``updates`` is the
 number of optimiser updates so far, ``budget`` the run's longest completion in tokens. Accuracy, which group filters
-read, stays."""
+read, stays.
+"""
 
 import dataclasses
 import functools
@@ -228,7 +229,8 @@ class Accuracy:
 class SoftOverlong:
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13), to be added to the accuracy. 0 up to ``max_length -
     cache`` tokens, then falling in a line to -1 at ``max_length``, and -1 beyond. The stop token counts. The defaults
-    are the paper's: the fall begins at its "expected maximum length" of 16384."""
+    are the paper's: the fall begins at its "expected maximum length" of 16384.
+    """
 
     max_length: int = 20480
     cache: int = 4096
@@ -256,7 +258,8 @@ class LengthPenalty:
 class CosineLength:
     """ProRL v2's cosine of the length: ``low + (high - low) / 2 * (1 + cos(pi * min(t, T) / T))``. t is the
     completion's length and T = ``max_length``, in tokens: ``high`` at t = 0, ``low`` from t = T on. The paper switches
-    it on for some updates only, which is the recipe's part."""
+    it on for some updates only, which is the recipe's part.
+    """
 
     max_length: Annotated[int, Range("[1, inf]")]
     low: float = -1.0
@@ -283,7 +286,8 @@ class RepetitionPenalty:
 @dataclasses.dataclass(frozen=True)
 class Format:
     """1 if the regular expression matches the whole text, else 0; ``.`` matches line breaks too. A text for which it
-    takes more than ``PATTERN_S`` does not match: nested repetitions, ``(a+)+``, can take forever."""
+    takes more than ``PATTERN_S`` does not match: nested repetitions, ``(a+)+``, can take forever.
+    """
 
     pattern: str
     weight: float = 1.0
@@ -333,7 +337,8 @@ Reward = (
 
 def name_rewards(rewards: Sequence[Reward]) -> dict[str, Reward]:
     """Return the rewards by the names of their columns, in order; the second of a name becomes ``name_2``. ``accuracy``
-    is the verifier's: another reward of that name gets a number too."""
+    is the verifier's: another reward of that name gets a number too.
+    """
     by_name: dict[str, Reward] = {}
     of_the_sum = {"mean", "std", "zero_std_fraction", "errors", "timeouts"}  # ``reward/<name>`` of the sum has these
     for reward in rewards:
@@ -450,7 +455,8 @@ Finite = Annotated[float, Range("(-inf, inf)", words="finite")]
 class StopProperly:
     """Penalty on truncation: a truncated completion gets ``min(reward, scale * reward)``; ProRL v2's "stop properly"
     has scale 0. Its recipes multiply, for rewards that are never below 0. Below 0 that would be a gain, -1 becoming 0:
-    such a reward stays. With any scale, truncation never gains."""
+    such a reward stays. With any scale, truncation never gains.
+    """
 
     scale: Finite = 0.0
 
@@ -465,7 +471,8 @@ class StopProperly:
 class RelativeLength:
     """Kimi k1.5's length reward (arXiv 2501.12599, section 2.3.3), added with ``weight`` after ``warmup`` updates.
     ``lam = 0.5 - (length - shortest) / (longest - shortest)`` within the group; a right answer gets lam, a wrong one
-    min(0, lam), and all get 0 if the lengths are equal. The paper publishes neither weight nor warm-up."""
+    min(0, lam), and all get 0 if the lengths are equal. The paper publishes neither weight nor warm-up.
+    """
 
     weight: Finite = 1.0
     warmup: Annotated[int, Range("[0, inf]")] = 0
@@ -482,7 +489,8 @@ class RelativeLength:
 @dataclasses.dataclass(frozen=True)
 class LengthCycle:
     """Schedule of ProRL v2's ``CosineLength`` up to the budget, in ``on`` of every ``on + off`` updates. The weight is
-    our choice: the recipes do not publish it."""
+    our choice: the recipes do not publish it.
+    """
 
     low: float = -1.0
     high: float = 0.0

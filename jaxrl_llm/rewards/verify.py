@@ -23,7 +23,8 @@ POOLED = {"math": "jaxrl_llm.rewards.math_answer:score_math", "reasoning_gym": "
 def accuracy(problem: Problem, completion: Completion) -> float:
     """Score the extracted answer by the verifier: 1 or more is accurate, 0 without an answer, NaN without a verifier.
     It runs here without a time limit; ``Scorer`` runs the pooled verifiers in processes that can be killed. InputError:
-    the problem names an unknown extractor or verifier."""
+    the problem names an unknown extractor or verifier.
+    """
     score = verdict(problem, completion)
     return resolve(score.path)(*score.items[0]) if isinstance(score, RewardCall) else score
 
@@ -52,7 +53,8 @@ def verdict(problem: Problem, completion: Completion) -> float | RewardCall:
 
 def dry_run_completion(problem: Problem, tokenizer: Any) -> Completion:
     """Return a plausible right answer: some words, and the reference in the form in which it is extracted. It ends with
-    the stop token, if the tokenizer has one. The version of its tokens is -1: no policy sampled them."""
+    the stop token, if the tokenizer has one. The version of its tokens is -1: no policy sampled them.
+    """
     text = wrap_answer(problem.answer or "42", problem.extractor)
     stop = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     tokens = np.asarray([*tokenizer(text, add_special_tokens=False)["input_ids"], *stop], np.int32)

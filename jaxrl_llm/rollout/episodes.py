@@ -40,7 +40,8 @@ SETTLE_S = 0.05
 @dataclasses.dataclass(frozen=True)
 class EpisodeSpec:
     """One episode to play, of a problem's row; ``key``: of its request, whole numbers; ``seed``: of the environment,
-    equal for all members of a group."""
+    equal for all members of a group.
+    """
 
     key: Hashable
     problem: Problem
@@ -55,7 +56,8 @@ class EpisodeSpec:
 @dataclasses.dataclass(frozen=True)
 class EpisodeStart:
     """The start of an episode, or of its replay after a restart; ``replays_equal``: the environment answers as before;
-    ``failed``: the end if it or the chat template failed, with an empty ``prompt``, else token ids."""
+    ``failed``: the end if it or the chat template failed, with an empty ``prompt``, else token ids.
+    """
 
     prompt: list[int]
     replays_equal: bool = True
@@ -160,7 +162,8 @@ class LiveEpisode:
 
     def answer(self, completion: Completion, limit: int) -> tuple[Episode, list[int]]:
         """Answer a completion's last turn; return the episode with it, and the tokens up to the model's next turn, up
-        to ``limit`` tokens in all. Any failure, such as an answer that the chat template refuses, ends it."""
+        to ``limit`` tokens in all. Any failure, such as an answer that the chat template refuses, ends it.
+        """
         episode = completion.episode or Episode(tools=len(self.world.tools))
         try:
             return self._answer(completion, episode, limit)
@@ -327,7 +330,8 @@ class LocalEpisodes:
 
     def branch(self, key: Hashable, parent: Hashable, turns: int) -> None:
         """Begin an episode where another one was after so many turns, by the copy of its environment. Without a copy,
-        as after a restart, ``prepare`` gives a new environment the same replies."""
+        as after a restart, ``prepare`` gives a new environment the same replies.
+        """
         copy = self._live[parent].copies.pop(turns, None) if parent in self._live else None
         if copy is not None:
             self._live[key] = copy
@@ -394,7 +398,8 @@ LONGEST_WAIT_S = 1.0
 
 class ReadyEpisode(NamedTuple):
     """An episode that can be sampled: ``prompt``, int32[p], and ``partial``, the completion that it goes on from, the
-    whole one if it is over, or None."""
+    whole one if it is over, or None.
+    """
 
     key: Hashable
     prompt: np.ndarray
@@ -516,7 +521,8 @@ class Episodes:
 
     def pop_ready(self) -> list[list[ReadyEpisode]]:
         """Return the episodes of each ``prepare`` that have all started; ``pop_answers`` waits for them. One that
-        failed, or began otherwise than the first of its row and seed, is over; one with other answers begins anew."""
+        failed, or began otherwise than the first of its row and seed, is over; one with other answers begins anew.
+        """
         ready = [pending for pending in self._pending if all(spec.key in self._started for spec in pending.specs)]
         self._pending = [pending for pending in self._pending if pending not in ready]
         return [self._ready(pending, [self._started.pop(spec.key) for spec in pending.specs]) for pending in ready]
@@ -585,7 +591,8 @@ class Episodes:
 
     def abort(self, keys: Sequence[Hashable]) -> dict[Hashable, Completion]:
         """Leave the answers to these episodes for later: ``pop_answers`` does not return them until their turns are
-        submitted again. Returns those in preparation, as they are: all of one ``prepare``, if any key is among them."""
+        submitted again. Returns those in preparation, as they are: all of one ``prepare``, if any key is among them.
+        """
         for key in keys:
             self._answering.pop(key, None)
         aborted = [pending for pending in self._pending if {spec.key for spec in pending.specs} & {*keys}]
@@ -599,7 +606,8 @@ class Episodes:
 
     def pop_answers(self, wait_s: float) -> dict[Hashable, Completion]:
         """Return the episodes answered since the last call, those with an end being over; ``wait_s``: seconds to wait
-        if there are none, and none has begun."""
+        if there are none, and none has begun.
+        """
         return {key: with_answer(self._answering.pop(key), *answer) for key, answer in self._poll(wait_s)}
 
     def _poll(self, wait_s: float) -> list[tuple[Hashable, tuple[Episode, list[int]]]]:
@@ -649,7 +657,8 @@ class Episodes:
 
 def episodes_of(prompts: Prompts, rollout: Any, stops: Sequence[int], *others: Any) -> Episodes | None:
     """Return the owner of the episodes of some tasks, within the limits of ``rollout``; None if no task has any.
-    ``others``: the last arguments of ``Episodes``."""
+    ``others``: the last arguments of ``Episodes``.
+    """
     if not any(task.plays for task in prompts.tasks):
         return None
     return Episodes(prompts, rollout.episode, rollout.max_prompt_tokens, stops, *others, longest=rollout.max_new_tokens)
@@ -676,7 +685,8 @@ def with_answer(turn: Completion, episode: Episode, tokens: Sequence[int]) -> Co
 
 def entropy_rise(completion: Completion, tokens: int, vocabulary: int) -> float:
     """Return dH of the last turn, which has ended, over its first k = ``tokens`` tokens, or those that both turns have;
-    0 for the first. The completion has each token's entropy; V = ``vocabulary``."""
+    0 for the first. The completion has each token's entropy; V = ``vocabulary``.
+    """
     entropies = completion.extras["entropy"].astype(np.float64)
     last = entropies[completion.last_turn :][:tokens]
     ends = [*np.flatnonzero(~completion.mask)[:1], *completion.forks]
@@ -737,7 +747,8 @@ def begin_branch(parent: Completion, member: int, num_turns: int) -> Completion:
 
 def common_lengths(completions: Sequence[Completion]) -> np.ndarray:
     """Return the number of first tokens that each two members of a group share, int64[G, G], by their records as far as
-    the tokens are equal: a parent may have begun anew."""
+    the tokens are equal: a parent may have begun anew.
+    """
     lengths = np.diag([len(completion.tokens) for completion in completions])
     for member, completion in enumerate(completions):
         parent = None if completion.episode is None else completion.episode.parent
@@ -752,7 +763,8 @@ def common_lengths(completions: Sequence[Completion]) -> np.ndarray:
 
 def shared_credit(advantages: Sequence[np.ndarray], common: np.ndarray) -> list[np.ndarray]:
     """Return each token's advantage, float[T] by member: the mean over the members that share it, ARPO's "hard", by the
-    ``common_lengths``, int[G, G]."""
+    ``common_lengths``, int[G, G].
+    """
     credit = []
     for member, member_advantages in enumerate(advantages):
         total, count = np.zeros(len(member_advantages)), np.zeros(len(member_advantages))

@@ -200,7 +200,8 @@ def evaluate(
     watch: Watch | None = None,
 ) -> tuple[TaskEvaluation, ...]:
     """Answer every problem and check the answers, task by task; score them in full if nothing is verified. All tasks
-    are sampled together. A completion that ``watch`` aborts is wrong, whatever its text says."""
+    are sampled together. A completion that ``watch`` aborts is wrong, whatever its text says.
+    """
     samples = questions.samples
     problems = [problem for problem in questions.problems for _ in range(samples)]
     seeds = [request_seed(questions.seed, SeedSpace.EVALUATION + n) for n in range(len(problems))]
@@ -237,7 +238,8 @@ def start_prompts(
     keys: Sequence[Hashable],
 ) -> tuple[list[Any], list[Completion | None]]:
     """Return each completion's prompt, and the completion of an episode that is over at once. The ``samples`` of a
-    problem are adjacent, and their episodes begin with the same seed."""
+    problem are adjacent, and their episodes begin with the same seed.
+    """
     episodes = answerer.episodes
     token_ids = [None if episodes and episodes.plays(problem) else prompts[problem] for problem in problems]
     partials: list[Completion | None] = [None] * len(problems)
@@ -289,7 +291,8 @@ def majority(
     problem: Problem, completions: Sequence[Completion], correct: np.ndarray, weights: np.ndarray | None = None
 ) -> float:
     """Return 1 if the most frequent extracted answer is correct, else 0; ties go to the answer given first. With
-    ``weights``, float[k], the answer with the largest sum of weights counts. Aborted completions have no answer."""
+    ``weights``, float[k], the answer with the largest sum of weights counts. Aborted completions have no answer.
+    """
     answers = [None if c.finish_reason == "aborted" else answer_of(c.text, problem.extractor) for c in completions]
     sums: dict[str, float] = collections.defaultdict(float)
     for answer, weight in zip(answers, np.ones(len(answers)) if weights is None else weights, strict=True):
@@ -302,7 +305,8 @@ def majority(
 
 def reranked(evaluation: TaskEvaluation, scores: np.ndarray, weights: np.ndarray) -> TaskEvaluation:
     """Return a verified evaluation with a reward model's results: the best of k by ``scores``, float64[n, k], and the
-    majority by ``weights``, float64[n, k], at least 0. Ties go to the first; aborted completions come last."""
+    majority by ``weights``, float64[n, k], at least 0. Ties go to the first; aborted completions come last.
+    """
     finished = np.asarray([[c.finish_reason != "aborted" for c in row] for row in evaluation.completions])
     first = np.argmax(np.where(finished & ~evaluation.failed, scores, -np.inf), axis=1)
     best = np.take_along_axis(evaluation.correct, first[:, None], axis=1)[:, 0].astype(np.float64)
@@ -322,7 +326,8 @@ MIN_LOOP_TOKENS = 16
 
 def end_in_loops(rows: Sequence[np.ndarray]) -> np.ndarray:
     """Whether each row of tokens ends in a loop, bool[B]: its last n tokens, for some n up to ``MAX_PERIOD``, repeat
-    ``MIN_REPEATS`` times in a row, with ``MIN_LOOP_TOKENS`` tokens or more in all."""
+    ``MIN_REPEATS`` times in a row, with ``MIN_LOOP_TOKENS`` tokens or more in all.
+    """
     width = MIN_REPEATS * MAX_PERIOD
     # Where a row has no token, nothing equals anything.
     tails = np.repeat(-1 - np.arange(width)[None], len(rows), axis=0)

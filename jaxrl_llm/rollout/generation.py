@@ -23,7 +23,8 @@ ENVIRONMENT_WAIT_S = 1.0
 
 class EnvironmentClient(Protocol):
     """The other side of episodes of several turns, such as ``episodes.Episodes``. It answers beside the sampler.
-    ``max_turn_tokens``: tokens of one turn at most; 0 for no limit but that of the episode."""
+    ``max_turn_tokens``: tokens of one turn at most; 0 for no limit but that of the episode.
+    """
 
     max_turn_tokens: int
 
@@ -41,7 +42,8 @@ class EnvironmentClient(Protocol):
 
     def abort(self, keys: Sequence[Hashable]) -> dict[Hashable, Completion]:
         """Leave the answers to these episodes for later: ``pop_answers`` returns them if they are submitted again.
-        Returns those that were in preparation, as they are."""
+        Returns those that were in preparation, as they are.
+        """
         ...
 
     def pop_answers(self, wait_s: float) -> dict[Hashable, Completion]:
@@ -66,7 +68,8 @@ def request_seed(run_seed: int, number: int) -> int:
 @dataclasses.dataclass(frozen=True)
 class Answerer:
     """A model that answers, by its engine and weights, and the scorer of its answers; ``episodes``: of tasks with
-    environments or tools, None without such tasks."""
+    environments or tools, None without such tasks.
+    """
 
     engine: Backend
     model: Any
@@ -154,7 +157,8 @@ class OpenRequests:
         **options: bool,
     ) -> None:
         """Request one completion for each key; the other arguments are those of ``Backend.submit``. A turn that has
-        ended waits for the environment first; an episode that is over is returned as it is."""
+        ended waits for the environment first; an episode that is over is returned as it is.
+        """
         limits = [self.sampling.max_new_tokens] * len(prompts) if limits is None else limits
         partials = [None] * len(prompts) if partials is None else partials
         by_kind: dict[bool, list[OpenRequest]] = {False: [], True: []}
@@ -204,7 +208,8 @@ class OpenRequests:
 
     def abort(self, keys: Sequence[Hashable], undo: bool = False) -> None:
         """Abort the requests of these keys; their completions are returned as they are. With ``undo`` a turn that is
-        being sampled loses its tokens: all of them are sampled in one way whenever the run is stopped."""
+        being sampled loses its tokens: all of them are sampled in one way whenever the run is stopped.
+        """
         aborted = set(keys)
         for key in [key for key in self._at_environment if key in aborted]:
             self._finished[key] = suspend_turn(self._at_environment.pop(key)[1])
@@ -222,7 +227,8 @@ class OpenRequests:
 
     def pop_finished(self, wait: bool = False) -> dict[Hashable, Completion]:
         """Return the completions that have ended; an episode that its environment answers continues. ``wait``: whether
-        to wait for an environment for a while if all requests do."""
+        to wait for an environment for a while if all requests do.
+        """
         finished, self._finished = self._finished, {}
         for handle, row in self.backend.collect():
             request = self._at_backend.pop(handle)
@@ -272,7 +278,8 @@ def resume_turn(partial: Completion, episode: Episode) -> Completion:
 def generate_stream(requests: OpenRequests, weights: Any, version: int = 0) -> Iterator[dict[Hashable, Completion]]:
     """Sample until no request is open; yield, before each chunk, the completions finished since the last one. The first
     yield is empty. At every yield the caller may submit more requests, or abort some. Every token sampled is marked
-    with ``version``, that of the weights."""
+    with ``version``, that of the weights.
+    """
     yield {}
     while requests:
         finished = requests.pop_finished()  # what was aborted
@@ -286,7 +293,8 @@ def generate_all(
     requests: OpenRequests, weights: Any, tokenizer: Any, status: Status = lambda text: None, watch: Watch | None = None
 ) -> dict[Hashable, Completion]:
     """Sample all open requests; return the completions with texts, by key in the order of submission. ``watch`` gets
-    all running completions after each chunk, and at the end all; those that it stops have the reason "aborted"."""
+    all running completions after each chunk, and at the end all; those that it stops have the reason "aborted".
+    """
     keys, stop_ids = requests.keys, requests.sampling.stop_ids
     tokens_before = requests.tokens
     completions: dict[Hashable, Completion] = {}
@@ -306,7 +314,8 @@ def generate_all(
 
 def with_texts(completions: Mapping[Any, Any], tokenizer: Any, stop_ids: Sequence[int] = ()) -> dict[Any, Completion]:
     """Return the completions with the texts that their tokens spell, of episodes those of the last turn, without the
-    end token: one of ``stop_ids``, or the tokenizer's own without any."""
+    end token: one of ``stop_ids``, or the tokenizer's own without any.
+    """
     ends = stop_ids or (tokenizer.eos_token_id,)
     turns = {key: c.tokens[c.last_turn if c.episode else 0 :] for key, c in completions.items()}
     return {key: dataclasses.replace(c, text=text_of(tokenizer, turns[key], ends)) for key, c in completions.items()}

@@ -72,7 +72,8 @@ class Success:
 @dataclasses.dataclass(frozen=True)
 class ProblemSuccesses:
     """Stored successes of one problem, the oldest first, with its prompt as int32 token ids. ``number``: that of the
-    prompt, in the stream, that was last answered right; ``mean_credit``: of the answers to the latest prompt."""
+    prompt, in the stream, that was last answered right; ``mean_credit``: of the answers to the latest prompt.
+    """
 
     prompt: np.ndarray
     successes: tuple[Success, ...]
@@ -239,7 +240,8 @@ class GroupSource:
         self, groups: Mapping[int, Group], version: int, budget: Callable[[str], int]
     ) -> dict[int, Group]:
         """Return the groups with their rewards shaped. Schedules read ``version``, optimiser updates so far, and
-        ``budget``, which maps a task's label to its longest completion."""
+        ``budget``, which maps a task's label to its longest completion.
+        """
         groups = dict(groups)
         for shape in self.shaping:
             groups = {number: shape(group, version, budget(group.problem.task)) for number, group in groups.items()}

@@ -276,7 +276,8 @@ POOLED = 32
 
 def few_kept(row: Row, memory: RuleMemory, filter_reads: str, group: int) -> Decided:
     """Report when the filter by ``filter_reads`` ("accuracy" or "reward") begins to keep less than a tenth of the
-    groups: a ``Rule``. It remembers the groups ``faded_kept`` and ``faded_count``, and whether it has ``reported``."""
+    groups: a ``Rule``. It remembers the groups ``faded_kept`` and ``faded_count``, and whether it has ``reported``.
+    """
     share, new = row.get("dynamic_sampling/kept_fraction", math.nan), row.get("dynamic_sampling/finished", 0)
     if math.isnan(share) or not new:
         return Decision(), memory
@@ -308,7 +309,8 @@ ALL = "all"
 
 def on_finding(row: Row, memory: RuleMemory, rules: Rules) -> Decided:
     """Stop or roll back, as the settings say, when a finding of one of ``rules.guards`` begins: a ``Rule``. It
-    remembers the ``reported`` findings, cleared by a rollback, and how many ``times`` it rolled back."""
+    remembers the ``reported`` findings, cleared by a rollback, and how many ``times`` it rolled back.
+    """
     findings = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
     reported = memory.get("known", [])
     new = [kind for kind in findings if kind not in reported and (kind in rules.guards or ALL in rules.guards)]
@@ -424,7 +426,8 @@ def guards_of(
     run: Any, more: Mapping[str, Rule] = types.MappingProxyType({}), other_terms: bool = False
 ) -> dict[str, Rule]:
     """Return the guards of a resolved run by name, with ``more`` rules of its ingredients; the first that stops the run
-    gives the reason. ``other_terms``: whether the policy has objectives in addition to the algorithm's."""
+    gives the reason. ``other_terms``: whether the policy has objectives in addition to the algorithm's.
+    """
     algorithm = run.recipe.algorithm
     other_terms = other_terms or bool((algorithm.kl_in_loss and algorithm.kl_coef) or algorithm.entropy_coef)
     rules = {
@@ -553,7 +556,8 @@ def on_schedule(row: Row, memory: RuleMemory, resets: Resets, every: int, refere
 
 def on_stall(row: Row, memory: RuleMemory, resets: Resets, every: int, test: str = "") -> Decided:
     """Reset the reference after ``on_stall`` evaluations in a row not better than the best one: a ``Rule``. It keeps
-    the result of ``stalls``. Only multiples of ``every`` count: a longer run would not evaluate at this run's end."""
+    the result of ``stalls``. Only multiples of ``every`` count: a longer run would not evaluate at this run's end.
+    """
     stall = stalls(row, memory, every, test)
     due = bool(stall) and stall["stalled"] >= resets.on_stall
     return reset_decision(resets, due, due and resets.with_optimiser), memory | stall | ({"stalled": 0} if due else {})
@@ -561,7 +565,8 @@ def on_stall(row: Row, memory: RuleMemory, resets: Resets, every: int, test: str
 
 def on_kl(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
     """Reset the reference if the KL is high, is a large share of the loss, or has jumped: a ``Rule``. It skips the
-    first ``kl_window`` steps after any reset, and remembers the last KLs ``since`` then, without unmeasured ones."""
+    first ``kl_window`` steps after any reset, and remembers the last KLs ``since`` then, without unmeasured ones.
+    """
     kl = row.get("kl", math.nan)
     if math.isnan(kl):
         return Decision(), memory
@@ -584,7 +589,8 @@ def on_kl(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
 
 def by_hand(row: Row, memory: RuleMemory, resets: Resets) -> Decided:
     """Reset the reference once for each user request, and again after a rollback to before the reset: a ``Rule``. It
-    remembers the request's ``id`` and ``with_optimiser``, the ``step`` of the answer, and an answer due ``again``."""
+    remembers the request's ``id`` and ``with_optimiser``, the ``step`` of the answer, and an answer due ``again``.
+    """
     asked = row.get(ASKED)
     new = asked is not None and asked["id"] != memory.get("id")
     if not new and not memory.get(AGAIN):
@@ -609,7 +615,8 @@ def kl_controlled(
     row: Row, memory: RuleMemory, reads: str, controller: Callable[[float, float, int], float]
 ) -> Decided:
     """Update the KL coefficient by the controller (``algorithms.kl.AdaptiveKL``) from the metric ``reads`` of the
-    step's last update, if there is one: a ``Rule``."""
+    step's last update, if there is one: a ``Rule``.
+    """
     measured = row.get(reads, math.nan)
     if math.isnan(measured):
         return Decision(), memory
@@ -621,7 +628,8 @@ def entropy_controlled(
     row: Row, memory: RuleMemory, controller: Callable[[float, float], tuple[float, float]]
 ) -> Decided:
     """Update the coefficient of the entropy bonus from the step's entropy, if measured: a ``Rule``. It remembers the
-    controller's internal coefficient, which is kept while the bonus is off."""
+    controller's internal coefficient, which is kept while the bonus is off.
+    """
     entropy = row.get("entropy", math.nan)
     if math.isnan(entropy):
         return Decision(), memory
@@ -631,7 +639,8 @@ def entropy_controlled(
 
 def evaluation_result(row: Row) -> float | None:
     """Return the result of a row's evaluation, higher is better; None without a number: the share solved, else the mean
-    reward, a reward model's accuracy, or minus the loss on texts. A mixture's average comes first."""
+    reward, a reward model's accuracy, or minus the loss on texts. A mixture's average comes first.
+    """
     value, sign = measured_result(row)
     return None if value is None else sign * value
 
@@ -648,7 +657,8 @@ def measured_result(row: Row) -> tuple[float | None, int]:
 
 def stalls(row: Row, memory: Mapping[str, Any], every: int, test: str, until: Stalls | None = None) -> dict[str, Any]:
     """Return the ``best`` result of a ``test``, that of step 0 included, and the evaluations ``stalled`` since; empty
-    without one. Another test restarts the count. If ``until`` names a metric, each of its measurements counts."""
+    without one. Another test restarts the count. If ``until`` names a metric, each of its measurements counts.
+    """
     result = evaluation_result(row)
     if until is not None and until.metric:
         result, test = row.get(until.metric), until.metric
@@ -679,7 +689,8 @@ OF_RESULTS = ('"eval/', PHASE, ROLLED_BACK)
 
 def surviving_rows(rows: Iterable[Row], tests: Sequence[int] = ()) -> list[list[Row]]:
     """Return the rows of metrics.jsonl that no rollback has undone, for each phase and each of its evaluations.
-    ``tests``: steps after which evaluations were of other settings."""
+    ``tests``: steps after which evaluations were of other settings.
+    """
     groups: list[list[Row]] = [[]]
     before, moved = 0, False
     for row in rows:
@@ -695,7 +706,8 @@ def surviving_rows(rows: Iterable[Row], tests: Sequence[int] = ()) -> list[list[
 
 def best_step(rows: Iterable[Row], tests: Sequence[int] = ()) -> int | None:
     """Return the step of the best evaluation, the first of equal ones; None without any. Results are compared within
-    the last phase and evaluation with a result; the arguments are those of ``surviving_rows``."""
+    the last phase and evaluation with a result; the arguments are those of ``surviving_rows``.
+    """
     for group in reversed(surviving_rows(rows, tests)):
         results = {row["step"]: result for row in group if (result := evaluation_result(row)) is not None}
         if results:

@@ -36,7 +36,8 @@ FILE_BYTES, FOLDER_BYTES, FOLDER_FILES, THREADS, OPEN_FILES = 8 << 20, 32 << 20,
 """Limits of a program: bytes of a file and of all its files, number of files and threads, open files."""
 STARVED_TIMES = 10
 """Times its time limit that a program may take on a busy machine; time in which it waits for a processor is not its
-own."""
+own.
+"""
 
 
 def main(handle: str, folder: str, level: str) -> None:

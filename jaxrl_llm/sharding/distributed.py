@@ -1,7 +1,8 @@
 """Runs of several processes: how a process finds the others, how they exchange values, and how they end together.
 Arrays travel by JAX's collectives. Host values (scores, signals, files) are small and go through the store of JAX's
 coordination service instead: exactly, without a program on any device, and without an order that devices must keep. The
-first process to fail gives the reason, all exit alike, and none hangs."""
+first process to fail gives the reason, all exit alike, and none hangs.
+"""
 
 import contextlib
 import dataclasses
@@ -44,7 +45,8 @@ class Distributed:
 
 def join_arguments(settings: Distributed, environment: Mapping[str, str]) -> dict[str, Any] | None:
     """Return the arguments of ``jax.distributed.initialize``; None for a run of this process alone. ``environment`` is
-    read after JAX's import, which marks a Cloud TPU there."""
+    read after JAX's import, which marks a Cloud TPU there.
+    """
     flags = {name: value for name, value in vars(settings).items() if name != "heartbeat_s" and value is not None}
     if settings.processes == 1:
         return None
@@ -91,7 +93,8 @@ def join_arguments(settings: Distributed, environment: Mapping[str, str]) -> dic
 class Shutdown:
     """Owner of this process's exit, in agreement with the other processes of JAX's coordination service. Its methods
     may be called by any process at any time, from any thread; ``close`` by all. ``index``: this process's number; 0 has
-    the service. ``client``: of the service."""
+    the service. ``client``: of the service.
+    """
 
     def __init__(self, index: int, client: Any):
         self._index = index
@@ -172,7 +175,8 @@ class Disagreement(RuntimeError):
 class Peers:
     """Owner of this process's connection to the others of its run; without a ``client`` it is alone. All processes call
     every method in the same order. ``index``: this process's number. ``count``: of processes. ``shutdown``: ends this
-    process together with the others; None for a process alone."""
+    process together with the others; None for a process alone.
+    """
 
     def __init__(self, index: int = 0, count: int = 1, client: Any = None):
         self.index = index

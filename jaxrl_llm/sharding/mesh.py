@@ -1,7 +1,8 @@
 """The device mesh: axes ``data``, ``fsdp`` and ``expert`` divide the batch, ``fsdp`` and ``tensor`` all weights, and
 ``expert`` those of experts. A mesh has the axis ``expert`` only if it is larger than 1. Several slices (groups of
 devices with a fast network of their own) are arranged along ``data``: each has whole copies of the weights, and only
-sums of gradients cross the slow network between them."""
+sums of gradients cross the slow network between them.
+"""
 
 import contextlib
 import dataclasses
@@ -125,7 +126,8 @@ def rollout_mesh(shape: MeshShape, devices: Sequence[Any] | None = None) -> Mesh
 
 def head_copies(kv_heads: int, tensor: int | None = None) -> int:
     """Return the number of copies of each key/value head with which ``tensor`` devices divide them all evenly.
-    ``tensor``: None for the size on the mesh set by ``jax.set_mesh``, which is 1 without a mesh."""
+    ``tensor``: None for the size on the mesh set by ``jax.set_mesh``, which is 1 without a mesh.
+    """
     if tensor is None:
         mesh = jax.sharding.get_abstract_mesh()
         tensor = 1 if mesh.empty else mesh.shape["tensor"]
@@ -203,7 +205,8 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
     """Constrain the layout of x inside jit, on the mesh set by ``jax.set_mesh``. Without a mesh x is returned
-    unchanged; an axis that does not divide its dimension leaves it whole."""
+    unchanged; an axis that does not divide its dimension leaves it whole.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return x
@@ -212,7 +215,8 @@ def constrain(x: jax.Array, *spec: str | tuple[str, ...] | None) -> jax.Array:
 
 def fit_spec(shape: tuple[int, ...], spec: Any, mesh: Any) -> PartitionSpec:
     """Return ``spec`` without axes that the mesh lacks, or that do not divide their dimension (9 heads on 2 devices),
-    dropping the last first."""
+    dropping the last first.
+    """
     axes = []
     for size, axis in zip(shape, spec, strict=False):
         names = tuple(name for name in ((axis,) if isinstance(axis, str) else axis or ()) if name in mesh.shape)
@@ -271,7 +275,8 @@ CHIPS: dict[str, Chip] = {
     )
 }
 """Sources: Google Cloud's TPU system pages and the scaling book (TPUs), NVIDIA's data sheets (GPUs). The memory of a
-TPU is what its compiler lets a program use, that of a GPU what the trainer lets JAX take."""
+TPU is what its compiler lets a program use, that of a GPU what the trainer lets JAX take.
+"""
 
 DEVICE_KINDS = {
     "TPU v4": "v4",
@@ -285,7 +290,8 @@ DEVICE_KINDS = {
     "NVIDIA B200": "b200",
 }
 """Patterns of ``device_kind``. H100 and H200 are those of SXM boards: cards for PCIe have lower peaks, and a slice of a
-divided GPU (MIG) has a part of them."""
+divided GPU (MIG) has a part of them.
+"""
 
 
 def chip_of(device_kind: str) -> Chip | None:
@@ -319,12 +325,14 @@ CHIP_OPTIONS: dict[str, CompilerOptions] = {
 """Options of the learner's programs by ``Chip.name``; other TPUs, and CPUs, have none."""
 REPEATABLE: CompilerOptions = (("xla_gpu_exclude_nondeterministic_ops", True),)
 """Options of the learner's programs on every GPU: sums of a scatter are added in one order, so that a run resumes bit
-for bit. On an H100 two undisturbed runs differed from their third step on without it. It costs 7 % of an update."""
+for bit. On an H100 two undisturbed runs differed from their third step on without it. It costs 7 % of an update.
+"""
 
 
 def compiler_options(mesh: Mesh | AbstractMesh) -> CompilerOptions:
     """Return the options of the mesh's platform and chip that its compiler knows; none for a mesh without devices. An
-    option that the installed compiler does not know would stop every program: it is left out with a warning."""
+    option that the installed compiler does not know would stop every program: it is left out with a warning.
+    """
     if isinstance(mesh, AbstractMesh):
         return ()
     first = mesh.devices.flat[0]

@@ -1,6 +1,7 @@
 """The layout of all arrays: a table from parameter paths to mesh axes, and one from names of activations. Arrays are
 created in their layout: no process ever holds more of one than its devices do. Fingerprints of weights are a few bytes
-for each, which other weights would not have, and which the layout does not change."""
+for each, which other weights would not have, and which the layout does not change.
+"""
 
 import functools
 import re
@@ -59,7 +60,8 @@ def activation(x: jax.Array, name: str) -> jax.Array:
 def shardings(tree: Any, mesh: Mesh, skip: Sequence[str] = ()) -> Any:
     """Return a ``NamedSharding`` for every leaf of a tree with models: weights, gradients, optimiser moments, states.
     Leaves outside a model (counters) are on every device; those below ``on_host`` are in its host's memory. ``skip``:
-    mesh axes that divide no weights."""
+    mesh axes that divide no weights.
+    """
 
     def leaf(path: tuple, x: Any) -> NamedSharding:
         layout = layout_of(parameter_path(path), x.shape, mesh, skip)
@@ -75,7 +77,8 @@ sampling_shardings = functools.partial(shardings, skip=("fsdp",))
 
 def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, skip: Sequence[str] = ()) -> NamedSharding:
     """Return the layout of one parameter, such as ``blocks/attn/q``, or of a layer's own, ``blocks/0/attn/q``.
-    ``skip``: mesh axes that do not divide it."""
+    ``skip``: mesh axes that do not divide it.
+    """
     name, layers = re.subn(r"^blocks/\d+/", "blocks/", path)
     axes = [(axis,) if isinstance(axis, str) else axis or () for axis in RULES.get(name, ())[layers:]]
     spec = [tuple(axis for axis in group if axis not in skip) for group in axes]
@@ -89,7 +92,8 @@ def gather_layer(layer: Any) -> Any:
     many parts, which are added up in the dtype of activations. A TPU's compiler cuts the products of the gradients too,
     into parts of D / fsdp rows, few for its tiles: where ``tensor`` divides them they are computed whole, and scattered
     as they are added. With ``fsdp`` alone it would send twice the bytes for that. Without a mesh, or with one part, the
-    weights are returned unchanged."""
+    weights are returned unchanged.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return layer if mesh.empty or mesh.shape["fsdp"] == 1 else _gather(layer)
 
@@ -135,7 +139,8 @@ def from_parts(
 ) -> jax.Array | jax.ShapeDtypeStruct:
     """Make a global array of the parts that ``read`` returns, one at a time; on an abstract mesh only its shape. Each
     process reads only the parts of its own devices; a part that several of them have is read once. ``read`` takes a
-    part's place (slices with start and stop); its values are copied, so the memory may be anyone's."""
+    part's place (slices with start and stop); its values are copied, so the memory may be anyone's.
+    """
     if only_shapes(layout.mesh):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout)
     holders: dict[tuple[tuple[int, ...], ...], list[jax.Device]] = {}
@@ -154,7 +159,8 @@ def from_parts(
 def lay_out(tree: Any, layout: Any) -> Any:
     """Turn host values that are equal on every process into global arrays, or into shapes on an abstract mesh.
     ``layout``: a sharding for all of them, or a tree of shardings. ``jax.device_put`` would first compare the values
-    across the processes, in one program per shape."""
+    across the processes, in one program per shape.
+    """
     layout = jax.tree.broadcast(layout, tree)
     if only_shapes(jax.tree.leaves(layout)[0].mesh):
         return as_shapes(tree, layout)
@@ -175,7 +181,8 @@ def as_shapes(tree: Any, layout: Any) -> Any:
 @jax.jit
 def weight_checksums(model: Any) -> Any:
     """Return a 64-bit checksum, uint32[2], of every weight; the sharding of the weights does not change it. Each
-    element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes."""
+    element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes.
+    """
     return jax.tree.map(_checksum, model)
 
 

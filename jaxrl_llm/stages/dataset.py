@@ -260,7 +260,8 @@ def outline_dataset(
     run: FromData, model: Any, mesh: Any, objective: Objective, samples_of: Callable[..., list[Sample]]
 ) -> Outline:
     """Outline the run's computation for the longest rows, all but the first token of each learned. ``model`` is shapes,
-    ``mesh`` may be abstract, and ``samples_of`` maps a prompt, its continuation and a row's number to samples."""
+    ``mesh`` may be abstract, and ``samples_of`` maps a prompt, its continuation and a row's number to samples.
+    """
 
     def samples(tokens: int) -> list[Sample]:
         rows = range(-(-run.batch.rows // run.learner.minibatches))

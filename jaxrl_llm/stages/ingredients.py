@@ -145,7 +145,8 @@ class Constraints(Ingredient):
 
 def update_multiplier(row: Row, rule_memory: RuleMemory, constraint: Constraint) -> Decided:
     """Update a constraint's multiplier by a measured cost, ``lam <- max(0, lam + rate (mean cost - limit))``: a
-    ``Rule``."""
+    ``Rule``.
+    """
     cost = row.get(constraint.part, math.nan)
     if math.isnan(cost):
         return Decision(), rule_memory
@@ -343,7 +344,8 @@ def max_text_tokens(text: Text, row_tokens: int, tokens: int) -> float:
 
 def split_text(text: Text, row_tokens: int, tokens: int) -> list[Text]:
     """Return a text that fits a row, or pieces of one without a prompt, each after the last token of the one before.
-    InputError: a text with a prompt that is longer than a row, or than a completion may be."""
+    InputError: a text with a prompt that is longer than a row, or than a completion may be.
+    """
     size = min(tokens, row_tokens - 1)
     if len(text.tokens) <= tokens and text.length <= row_tokens:
         return [text]
@@ -431,7 +433,8 @@ class WinRate(Ingredient):
     ) -> TaskEvaluation:
         """Add ``won`` to one task's evaluation: each answer against the first policy's of the same number. Equal tokens
         are a tie, without asking the judge. NaN if the first answer is missing (other problems, prompts or sampling, or
-        no file), or if one of the two could not be scored."""
+        no file), or if one of the two could not be scored.
+        """
         first = [
             [first_answers.get((evaluation.task, problem.id, number)) for number in range(len(row))]
             for problem, row in zip(evaluation.problems, evaluation.completions, strict=True)
@@ -557,7 +560,8 @@ def with_value_head(model: Decoder | ScalarModel) -> ScalarModel:
 
 def critic_config(name: str, run: Run, policy: ModelConfig, find: Architectures) -> ModelConfig:
     """Return the architecture of a critic's initial model. InputError: it is missing, or has too few positions or
-    another vocabulary than the policy."""
+    another vocabulary than the policy.
+    """
     with naming("recipe.critic.model"):
         config = find(name)
     positions = config.attention.rope.max_positions
@@ -576,7 +580,8 @@ def critic_config(name: str, run: Run, policy: ModelConfig, find: Architectures)
 
 def load_critic(name: str, run: Run, tokenizer: Any, mesh: Mesh) -> ScalarModel:
     """Load a critic's initial model, in ``learner.dtype`` on the mesh. InputError: it is unreadable, has other tokens
-    than the policy, or was trained with another chat template."""
+    than the policy, or was trained with another chat template.
+    """
     model, critic_tokenizer = load_model(name, run.learner.dtype, mesh)
     require(
         critic_tokenizer is None or critic_tokenizer.get_vocab() == tokenizer.get_vocab(),

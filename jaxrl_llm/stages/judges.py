@@ -1,5 +1,6 @@
 """Reward models and judges on a run's devices. A reward model is run in packed rows, as the learner runs its models; a
-judge that answers in words has an engine of its own."""
+judge that answers in words has an engine of its own.
+"""
 
 import collections
 import dataclasses
@@ -55,7 +56,8 @@ class DeviceModel:
 
     def values(self, items: Sequence[Item]) -> list[np.ndarray]:
         """Return for each completion float32[t + 1]: at place t the value before token t, last the value after all. If
-        the model reads on to the end of the chat template, the t tokens include those of the template."""
+        the model reads on to the end of the chat template, the t tokens include those of the template.
+        """
         samples = [
             score_sample(
                 self.prompts[problem.task][problem], close_completion(completion, self.closings.get(problem.task)), {}
@@ -76,7 +78,8 @@ def load_judge(
     status: Callable[[str], None],
 ) -> DeviceModel:
     """Load the reward model ``path`` (RUN[@STEP] or a directory), which the setting ``field`` names, for the
-    completions of the run's policy; the other arguments and errors are those of ``load_judges``."""
+    completions of the run's policy; the other arguments and errors are those of ``load_judges``.
+    """
     status(f"loading {path}")
     with naming(field):
         model, model_tokenizer = load_model(path, run.learner.compute.dtype, where)
@@ -138,7 +141,8 @@ def final_scores(models: Sequence[DeviceModel], items: Sequence[Item]) -> np.nda
 
 def judge_passes(run: configs.Run, samples: Sequence[Sample], where: Any, find: Architectures) -> list[Pass]:
     """Return the passes of reward models and judges over the completions of a step, for the plan. Reward models of one
-    architecture share a program, and score in chunks of completions."""
+    architecture share a program, and score in chunks of completions.
+    """
     models = collections.Counter(find(path) for path in dict.fromkeys(path for _, path in reward_model_uses(run)))
     calls = -(-len(samples) // SCORING_CHUNK)
     some = [score_sample(sample.prompt, sample.tokens, {}) for sample in samples[:SCORING_CHUNK]]
@@ -172,7 +176,8 @@ def solution_scores(
     tokenizer: Any,
 ) -> np.ndarray:
     """Return one score of each completion, float64[n]: of the whole, or the product, lowest or last of its steps'
-    probabilities (arXiv 2305.20050, section 2.6); 0 without a step."""
+    probabilities (arXiv 2305.20050, section 2.6); 0 without a step.
+    """
     if by == "score":
         return np.asarray([values[-1] for values in model.values(items)], np.float64)
     steps_of_items = step_scores(StepReward("", separator=separator), model, tokenizer, items)
@@ -182,7 +187,8 @@ def solution_scores(
 
 def step_ends(completion: Completion, separator: str, tokenizer: Any) -> np.ndarray:
     """Return the index of each step's last token, int64[k], rising: that of the separator, or of the text's end. Steps
-    are those of ``data.datasets.split_steps``: a part of only white space belongs to the step before."""
+    are those of ``data.datasets.split_steps``: a part of only white space belongs to the step before.
+    """
     text = completion.text
     tokens = completion.tokens.tolist()
     ends = step_lengths(split_steps(text, separator), separator)
@@ -248,7 +254,8 @@ def first_fall(scores: Sequence[float], falls: int) -> int | None:
 @dataclasses.dataclass(frozen=True)
 class JudgeEngine:
     """A judge on the devices, with slots of its own, and its own tokenizer. ``backend`` is strict, so that an answer
-    does not depend on the questions beside it."""
+    does not depend on the questions beside it.
+    """
 
     settings: JudgeModel
     backend: Backend
@@ -287,7 +294,8 @@ class JudgeEngine:
 
     def prompt(self, chat: Sequence[Message]) -> np.ndarray:
         """Return a chat as token ids, int32[T], up to the start of the answer; control tokens that it spells are text.
-        InputError: the chat template refuses it."""
+        InputError: the chat template refuses it.
+        """
         guarded = [self._guard(dict(message)) for message in chat]
         text = render_chat(guarded, self.settings, self.tokenizer, options=self.options)
         return np.asarray(self._guard.ids(text), np.int32)
@@ -310,7 +318,8 @@ def load_judge_model(
     judge: JudgeModel, run: configs.Run, field: str, where: Mesh, status: Callable[[str], None]
 ) -> JudgeEngine:
     """Load a judge with an engine of its own; ``field``: the setting that names it, for messages. InputError: it is
-    missing, scores texts, has too few positions, no tokenizer, or a chat template without a system message."""
+    missing, scores texts, has too few positions, no tokenizer, or a chat template without a system message.
+    """
     status(f"loading {judge.model}")
     field = f"{field}: judge.model"
     with naming(field):

@@ -77,7 +77,8 @@ def paired_metrics(loss: Any, pairs: Sequence[Ranked], logp: np.ndarray, referen
 
 def unpaired_metrics(loss: Any, rows: Sequence[Judged], logp: np.ndarray, reference: np.ndarray) -> dict[str, float]:
     """Return the share of all pairs of a good and a bad answer that the rewards order, and the margin of their means;
-    NaN without good or without bad answers. Arguments as in ``paired_metrics``."""
+    NaN without good or without bad answers. Arguments as in ``paired_metrics``.
+    """
     gap = (logp - reference)[:, 0]
     good = np.asarray([row.good for row in rows])
     margins = gap[good][:, None] - gap[~good][None, :]
@@ -95,7 +96,8 @@ def sum_logprobs(
     others: Sequence[np.ndarray] = (),
 ) -> np.ndarray:
     """Return log-probabilities of the two answers of each row, summed over their tokens, nats: float64[n, 2].
-    ``others``: of answers with labels, an answer to another prompt for each."""
+    ``others``: of answers with labels, an answer to another prompt for each.
+    """
     groups = [row_samples(row, (0.0, 0.0), place, others[place : place + 1]) for place, row in enumerate(rows)]
     samples = [sample for group in groups for sample in group]
     logprobs = score_samples(forward, model, samples, "logp", lambda text: status(f"comparing: {text}"))
@@ -132,7 +134,8 @@ def unpaired_samples(row: Judged, unrelated: np.ndarray, reference: Sequence[flo
 
 def unrelated_answers(rows: Sequence[Judged], max_tokens: int) -> list[np.ndarray]:
     """Return an answer to another prompt for each row: that of the next row with one, cut to ``max_tokens`` with the
-    row's prompt. InputError: all rows have one prompt."""
+    row's prompt. InputError: all rows have one prompt.
+    """
     require(
         len({row.id for row in rows}) != 1,
         f"{rows[0].where if rows else ''}: all rows answer one prompt, and KTO compares with answers to other prompts: "

@@ -62,7 +62,8 @@ class Problems:
 
 def load_problems(run: configs.Run, tokenizer: Any, status: Callable[[str], None]) -> Problems:
     """Read the training problems of the run's tasks, and its evaluation problems, without too long prompts where the
-    task drops them. InputError: reference answers that the run needs are missing, or no problem is left."""
+    task drops them. InputError: reference answers that the run needs are missing, or no problem is left.
+    """
 
     def read(parts: Sequence[configs.Part]) -> list[tasks.Loaded]:
         loaded = read_parts(parts, functools.partial(configs.verifies, run), status)
@@ -138,7 +139,8 @@ def unstopped_notes(task: tasks.Task, tokenizer: Any, stops: Sequence[int]) -> l
 
 def data_notes(run: configs.Run, problems: Problems, prompts: tasks.Prompts, stops: Sequence[int]) -> list[str]:
     """Return lines for people on thoughts that are judged, ends of turns that none of ``stops`` is, the amount of data
-    with each task's share in a mixture, models without a recorded training format, and settings."""
+    with each task's share in a mixture, models without a recorded training format, and settings.
+    """
     lines = []
     for task, of_task in zip(prompts.tasks, problems.train, strict=True):
         lines += unstopped_notes(task, prompts.tokenizer, stops)
@@ -179,7 +181,8 @@ def prompt_stream(run: configs.Run, train: Sequence[Sequence[Problem]]) -> tasks
 
 def task_stream(curriculum: Curriculum | None, problems: Sequence[Problem], seed: int) -> PromptStream:
     """Return the stream of these problems; without a curriculum each epoch is a fresh permutation. InputError: the
-    curriculum needs missing data: right answers, a column, another run's statistics."""
+    curriculum needs missing data: right answers, a column, another run's statistics.
+    """
     if curriculum is None:
         return tasks.Shuffled(problems, seed, tasks.Scheduled(Curriculum(), problems, seed))
     require(
@@ -253,7 +256,8 @@ def same_task(before: tasks.Task, after: tasks.Task) -> bool:
 
 def continued_tasks(before: configs.Run, after: configs.Run) -> list[tuple[tasks.Task, tasks.Task]]:
     """Pair each task of ``after`` with the most similar one of ``before`` that asks the same rows, old one first;
-    either may be alone or in a mixture, under any name."""
+    either may be alone or in a mixture, under any name.
+    """
     old_tasks, new_tasks = configs.tasks_in(before.task), configs.tasks_in(after.task)
     pairs = []
     rows = operator.attrgetter(*ROWS)
@@ -271,7 +275,8 @@ def continued_tasks(before: configs.Run, after: configs.Run) -> list[tuple[tasks
 def carry_stream(memory: Memory, prompts: int, before: configs.Run, after: configs.Run) -> Memory:
     """Return the prompt stream's memory of the tasks that the next phase keeps, alone or in a mixture; ``prompts``:
     asked so far. A task resumes at its place if it asks the same rows, and keeps its curriculum's counts if answers are
-    judged as before. If ``easy_to_hard`` changes, it begins with its easiest problems."""
+    judged as before. If ``easy_to_hard`` changes, it begins with its easiest problems.
+    """
     curricula = [run.rollout.collect.curriculum for run in (before, after)]
     old_order, new_order = (None if curriculum is None else curriculum.easy_to_hard for curriculum in curricula)
     restart = old_order != new_order
@@ -291,7 +296,8 @@ def carry_successes(
     store: SuccessStore, before: configs.Run, after: configs.Run, new_run: bool = False
 ) -> SuccessStore:
     """Return the stored successes that are also right in the next phase, and fit into its limits; those of another
-    policy if ``new_run``. A run without replay keeps those of an earlier phase for a later one."""
+    policy if ``new_run``. A run without replay keeps those of an earlier phase for a later one.
+    """
     if before.learner.keep_sampling_mask != after.learner.keep_sampling_mask or not same_rewards(before, after):
         return {}
     limits = configs.limits_of(configs.parts_of_task(after.task), after.rollout.max_new_tokens)

@@ -59,7 +59,8 @@ INGREDIENTS: list[type[Ingredient]] = [
 @dataclasses.dataclass(frozen=True)
 class Ingredients:
     """The ingredients of a run, in the order of their hooks' calls; None for an unused one. ``others``:
-    ``INGREDIENTS``."""
+    ``INGREDIENTS``.
+    """
 
     critic: CriticRole | None
     others: tuple[Ingredient, ...]
@@ -135,7 +136,8 @@ def planned_minibatch(
     run: configs.Run, ingredients: Ingredients, config: ModelConfig, tokens: int | None = None, updates: int = 0
 ) -> list[Sample]:
     """Return the samples of one optimiser update: groups with prompts and completions (or ``tokens``) at their longest.
-    ``updates``: optimiser updates of a step; 0 takes the learner's setting."""
+    ``updates``: optimiser updates of a step; 0 takes the learner's setting.
+    """
     rollout = run.rollout
     updates = updates or run.learner.minibatches
     length = rollout.max_new_tokens if tokens is None else tokens
@@ -171,7 +173,8 @@ def build_training(
     find: Architectures = architecture_of,
 ) -> tuple[tuple[Training, ...], Mapping[str, Forward]]:
     """Return how each role is trained, the policy first, and how the learner runs the model of each. ``mesh`` may be
-    abstract; ``tokenizer``: the policy's; ``find``: the architecture of a model that is not loaded yet."""
+    abstract; ``tokenizer``: the policy's; ``find``: the architecture of a model that is not loaded yet.
+    """
     optimiser = run.learner.optimiser
     compute = compute_for(run.learner, model.config, platform_of(mesh), compiler_options(mesh))
     objectives = policy_objectives(run, ingredients)
@@ -196,7 +199,8 @@ def build_engine(
     run: configs.Run, model: Decoder, dtype: Any, mesh: Mesh, sampling_mesh: Mesh
 ) -> tuple[Backend, Callable[[Any], Any]]:
     """Return the engine of a run, and the function from the policy to sampling weights; nothing is computed yet:
-    ``model`` may be shapes, and the devices of ``mesh``, which learns in ``dtype``, described only."""
+    ``model`` may be shapes, and the devices of ``mesh``, which learns in ``dtype``, described only.
+    """
     rollout, engine = run.rollout, run.rollout.engine
     return backend_for(
         model, dtype, mesh, sampling_mesh, rollout.collect.staleness > 0, slots=engine.slots,
@@ -239,7 +243,8 @@ def groups(run: configs.Run) -> Groups:
 
 def outline(run: configs.Run, model: Decoder, mesh: Any, where: Any, find: Architectures) -> Outline:
     """Outline the run's computation, with ``model`` as shapes; ``mesh`` learns, ``where`` samples, and both may be
-    abstract. ``find`` maps the name of another model to its architecture."""
+    abstract. ``find`` maps the name of another model to its architecture.
+    """
     ingredients = ingredients_of(run)
     training, forwards = build_training(run, ingredients, model, mesh, None, find)
     policy, rollout = forwards["policy"], run.rollout

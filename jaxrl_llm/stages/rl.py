@@ -77,7 +77,8 @@ def training_lines(
     groups: Sequence[Group], samples: Sequence[Sample], spell: Callable[[Sequence[int]], list[str]]
 ) -> list[dict[str, Any]]:
     """Return a line for each completion of the groups; the first ones, up to ``LOGGED_TOKENS`` tokens, have values of
-    each token. ``samples`` have their places among these groups; an empty ``spell`` writes no text of single tokens."""
+    each token. ``samples`` have their places among these groups; an empty ``spell`` writes no text of single tokens.
+    """
     sample_by_place = {sample.place: sample for sample in samples}
     tokens_left = LOGGED_TOKENS
     lines = []
@@ -134,7 +135,8 @@ def samples_at(places: Sequence[int], samples: Sequence[Sequence[Sample]]) -> li
 
 def with_ratios(samples: Sequence[Sample], algorithm: Algorithm, forward: Forward, policy: Any) -> list[Sample]:
     """Add ``ratio``, of the current policy to the sampler, and ``clipped``, 1 where the surrogate bounds it, for
-    algorithms with bounds on token ratios alone. Both are NaN where the loss does not count a token."""
+    algorithms with bounds on token ratios alone. Both are NaN where the loss does not count a token.
+    """
     with_arrays = []
     for sample, logp in zip(samples, forward.by_sample(policy, samples), strict=True):
         ratio = np.exp(np.where(sample.mask, logp - sample.arrays["sampler_logp"], np.nan))
@@ -227,7 +229,8 @@ class Reinforcement(Stage):
         version: int,
     ) -> StepOutcome:
         """Learn from the groups of a step, and sample the next one's with the weights from before the update; after the
-        last step too, so that a run that is extended later continues exactly."""
+        last step too, so that a run that is extended later continues exactly.
+        """
         if self.concurrent:
             with ThreadPoolExecutor(1) as thread:
                 learning = thread.submit(self.learn, state, batch, coefficients, number)
@@ -243,7 +246,8 @@ class Reinforcement(Stage):
         self, weights: Any, version: int, carry: Carryover | None, must_stop: Callable[[], bool] = lambda: False
     ) -> RolloutBatch | Carryover:
         """Return the scored groups of one step, or the progress towards them if the run has to stop. Of the sampled
-        groups only those to learn from are kept: the others are counted in the metrics already."""
+        groups only those to learn from are kept: the others are counted in the metrics already.
+        """
         self.status("sampling")
         run, carry, texts = self.run, carry or Carryover(), self.ingredients.texts
         batch = RolloutBatch(groups=[], sampled=[], carryover=carry, tokens=0, version=version, metrics={})
@@ -264,7 +268,8 @@ class Reinforcement(Stage):
         self, state: TrainState, batch: RolloutBatch, rewards: np.ndarray, kl_coef: float | None
     ) -> tuple[list[list[Sample]], dict[str, float]]:
         """Return the groups as samples, with each token's advantage and whether the loss counts it, and metrics.
-        ``kl_coef``: of the KL penalty in the reward; unused without one."""
+        ``kl_coef``: of the KL penalty in the reward; unused without one.
+        """
         run, groups, models = self.run, batch.groups, {}
         if not groups:
             return [], {}
@@ -324,7 +329,8 @@ class Reinforcement(Stage):
         new_run: bool = False,
     ) -> Carryover | None:
         """Return the whole carryover if groups are sampled and scored as before, in the same run. Otherwise groups that
-        were not learned from are dropped, and so is the memory of tasks that ``after`` lacks."""
+        were not learned from are dropped, and so is the memory of tasks that ``after`` lacks.
+        """
         carry = carry.carryover if isinstance(carry, RolloutBatch) else carry
         if carry is None:
             return None
@@ -345,7 +351,8 @@ TASK_METRICS = ("reward", "zero_std_fraction")
 
 def group_row(run: configs.Run, metrics: Mapping[str, Any]) -> dict[str, Any]:
     """Return the metrics of a step's groups, with ``kl`` as NaN until learning measures it, and those of rewards if the
-    run has any; ``reward_model/mean`` is of the first ``ModelReward``, NaN if nothing was scored."""
+    run has any; ``reward_model/mean`` is of the first ``ModelReward``, NaN if nothing was scored.
+    """
     models = [name for name, reward in name_rewards(configs.rewards(run)).items() if isinstance(reward, ModelReward)]
     left_out: set[str] = set()
     if configs.without_rewards(run):
@@ -359,7 +366,8 @@ def split_rewards(
     algorithm: Algorithm, rewards: Mapping[str, Reward], groups: Sequence[Group]
 ) -> tuple[Algorithm, np.ndarray]:
     """Return the algorithm with the rewards' weights, and the rewards float64[P, G, n], without rewards of steps: apart
-    for an estimator that takes several, else their weighted sum."""
+    for an estimator that takes several, else their weighted sum.
+    """
     rewards = {name: reward for name, reward in rewards.items() if not isinstance(reward, OF_STEPS)}
     weights = algorithm.advantage.weights or tuple(float(reward.weight) for reward in rewards.values())
     parts = np.stack([np.stack([group.parts[name] for group in groups]) for name in rewards], axis=-1)
@@ -396,7 +404,8 @@ def prepare(
     run: configs.Run, model: Any, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
 ) -> Reinforcement:
     """Read the task and build sampling, scoring, learning and evaluation; nothing large is computed yet. InputError:
-    data, rewards or prompts that the run cannot use."""
+    data, rewards or prompts that the run cannot use.
+    """
     check_tokenizer(tokenizer, run.model)
     configs.validate_on_model(run, model.config.attention.rope.max_positions)
     problems = load_problems(run, tokenizer, progress.status)

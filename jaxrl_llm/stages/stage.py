@@ -115,7 +115,8 @@ class Stage:
     ) -> tuple[TrainState, dict[str, Any]]:
         """Make all updates of a step on its samples, group by group; return the new state and the metrics. ``state`` is
         donated; ``began``: time of the performance counter from which ``time/update_s`` is measured; ``training``: of
-        the roles that learn, all by default."""
+        the roles that learn, all by default.
+        """
         run, training = self.run, self.training if training is None else training
         self.status("updating")
         if not samples:
@@ -146,7 +147,8 @@ class Stage:
 
     def carry_over(self, carry: Any, before: Configuration, after: Configuration, new_run: bool = False) -> Any:
         """Return what a phase with the settings ``before`` passes to one with those of ``after``; with ``new_run`` to
-        another run, whose policy counts its versions from 0."""
+        another run, whose policy counts its versions from 0.
+        """
         return carry
 
 
@@ -165,7 +167,8 @@ def check_problems(
 ) -> None:
     """Refuse (InputError) problems that are not those asked before; missing fingerprints are not compared. The message
     has the data's ``label``, ``origin``, which completes "those", and ``otherwise``: what to do without the old
-    problems."""
+    problems.
+    """
     for name, fingerprint in now.items():
         changed = tasks.difference(before.get(name, fingerprint), fingerprint)
         require(
@@ -199,7 +202,8 @@ def scoring_forward(
     learner: Learner, config: ModelConfig, mesh: Any, longest: int, completion: int, temperature: float = 1.0
 ) -> Forward:
     """Return how a model that does not learn is run on a mesh, which may be abstract. ``longest``: tokens of a prompt
-    with its completion, ``completion``: of that alone; ``temperature``: of its log-probabilities."""
+    with its completion, ``completion``: of that alone; ``temperature``: of its log-probabilities.
+    """
     parts = batch_parts(mesh)
     rows = -(-learner.compute.microbatch_rows // parts) * parts
     settings = learner.computing(microbatch_rows=rows, attention="auto", row_tokens=0)
@@ -275,7 +279,8 @@ class Pass:
 @dataclasses.dataclass(frozen=True)
 class PlannedSampler:
     """The sampling of completions, as planned; ``transfer`` maps two meshes, of real or described devices, to a
-    function that lays the policy's weights out."""
+    function that lays the policy's weights out.
+    """
 
     rollout: Rollout
     rules: Sampling

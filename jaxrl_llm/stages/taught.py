@@ -153,7 +153,8 @@ def check_reward_template(
     recorded: RewardFormat | None, name: str, prompts: Mapping[str, Prompts], tokenizer: Any
 ) -> None:
     """Refuse (InputError) a reward model that was trained with another chat template than the tasks'. ``name``: of the
-    model, with its setting; ``prompts``: by the task's label; ``tokenizer``: the policy's."""
+    model, with its setting; ``prompts``: by the task's label; ``tokenizer``: the policy's.
+    """
     if recorded is None or recorded.fingerprint is None:
         return
     for label, task_prompts in prompts.items():

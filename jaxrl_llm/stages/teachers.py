@@ -208,7 +208,8 @@ def add_teacher_advantages(
     samples: Sequence[Sample], teacher_logps: Sequence[Any], ref: Sequence[Any] | None, distillation: Any
 ) -> tuple[list[Sample], float]:
     """Return the samples with the teacher's advantages added, and how far the policy is from it, nats a token. None are
-    ``teacher_logps`` of a sample that was not asked, and ``ref``, the reference's, if the signal reads none."""
+    ``teacher_logps`` of a sample that was not asked, and ``ref``, the reference's, if the signal reads none.
+    """
     with_advantages, distance, count = [], 0.0, 0
     for sample, teacher_logp, ref_logp in zip(samples, teacher_logps, ref or [None] * len(samples), strict=True):
         if sample.place is None:
@@ -251,7 +252,8 @@ MIN_RIGHT_ACCURACY = 1.0
 
 def teacher_prompt(template: str, group: Group, member: int, prompts: Prompts) -> np.ndarray | None:
     """Return the teacher's prompt of the group's completion at place ``member``, int32[T]; None if it lacks a fact of
-    the ``template`` (of ``Context``). The task's chat template in ``prompts`` writes the teacher's too."""
+    the ``template`` (of ``Context``). The task's chat template in ``prompts`` writes the teacher's too.
+    """
     problem = group.problem
     before, last = problem.prompt[:-1], problem.prompt[-1]
     facts = known_facts(group, member) | {"prompt": last["content"]}
@@ -282,7 +284,8 @@ def is_base(name: str | None, run: configs.Run) -> bool:
 
 def load_teacher(name: str, run: configs.Run, forward: Forward, tokenizer: Any) -> Decoder | None:
     """Load a teacher in the dtype that it computes in, divided over the mesh as the policy is; None for its own base.
-    InputError: it is missing, scores texts, or has other tokens than the policy, whose ``tokenizer`` this is."""
+    InputError: it is missing, scores texts, or has other tokens than the policy, whose ``tokenizer`` this is.
+    """
     if is_base(name, run):
         return None
     field = teacher_field(name, run)
@@ -299,7 +302,8 @@ def load_teacher(name: str, run: configs.Run, forward: Forward, tokenizer: Any) 
 
 def run_teacher(name: str | None, run: configs.Run, forward: Forward, find: Architectures) -> Forward:
     """Return how a teacher (None: the policy itself) is run: in the rows of the policy, as ``forward``, or in longer
-    ones with a context. InputError: it is missing, or has fewer positions or tokens than the run needs."""
+    ones with a context. InputError: it is missing, or has fewer positions or tokens than the run needs.
+    """
     settings: Any = run.scoring.distillation
     more = 0 if settings.context is None else settings.context.max_tokens
     longest = run.longest_row + more

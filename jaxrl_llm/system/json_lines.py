@@ -41,7 +41,8 @@ def append_rows(file: BinaryIO, rows: list[dict[str, Any]]) -> None:
 def read_rows(path: str | Path, having: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSON-lines file in order; a missing file has no rows. With ``having``, yield only rows with
     at least one of these words in their line, such as a name; the others are not parsed. An unterminated last line, as
-    a killed process leaves it, is skipped. InputError: another line is not a JSON object."""
+    a killed process leaves it, is skipped. InputError: another line is not a JSON object.
+    """
     if not Path(path).exists():
         return
     with open(path, "rb") as file:
@@ -67,7 +68,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 def cut_after(path: str | Path, step: int) -> None:
     """Keep only the rows up to ``step``; steps rise. The file is read from its end, as far as it is cut: a long run
     resumes as fast as a short one. InputError: a line read is no JSON object, or the file is a symbolic link; the file
-    is unchanged."""
+    is unchanged.
+    """
     path = Path(path)
     if not path.exists():
         return

@@ -1,5 +1,6 @@
 """The lock of a run in object storage: an object with its holder, which the holder renews as long as it lives. Each
-write names the version that it replaces, and the storage refuses it if there is another by now."""
+write names the version that it replaces, and the storage refuses it if there is another by now.
+"""
 
 import contextlib
 import json
@@ -93,7 +94,8 @@ def lives(holder: dict[str, Any]) -> bool | None:
 class Lease:
     """Owner of the lock of a run in object storage, renewed in a thread. ``path``: the run's mirror. ``remedy``: an
     alternative to waiting, for the message. ``beat_s``: seconds between renewals; ``lease_s``: without one until a lock
-    counts as left behind."""
+    counts as left behind.
+    """
 
     def __init__(self, path: Path, remedy: str, beat_s: float = BEAT_S, lease_s: float = LEASE_S):
         self._run = address(path)
@@ -189,7 +191,8 @@ class Lease:
 @contextlib.contextmanager
 def leased(path: Path, remedy: str) -> Generator[None]:
     """Lock the run at the address of a mirror while the block runs; a folder of a file system needs no such lock.
-    InUse: another process has it. InputError: the storage cannot be reached."""
+    InUse: another process has it. InputError: the storage cannot be reached.
+    """
     if not address(path):
         yield
         return
@@ -205,7 +208,8 @@ def leased(path: Path, remedy: str) -> Generator[None]:
 
 def before_commit(path: Path) -> None:
     """Check that this process still has the run before it completes a checkpoint, and upload the run's other files, or
-    leave them for the next time, with a warning. InputError: another process has taken the run over."""
+    leave them for the next time, with a warning. InputError: another process has taken the run over.
+    """
     if path in LEASES:
         LEASES[path].renew()
     try:

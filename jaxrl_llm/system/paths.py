@@ -59,7 +59,8 @@ def part_of(path: Path) -> Path:
 @contextlib.contextmanager
 def writable(place: Path, flag: str) -> Generator[None]:
     """Turn an operating system error about writing to ``place`` into one line with the flag to change; not a full disk.
-    InputError: the place is read-only, below a file, or belongs to another user."""
+    InputError: the place is read-only, below a file, or belongs to another user.
+    """
     try:
         yield
     except OSError as error:
@@ -72,7 +73,8 @@ def writable(place: Path, flag: str) -> Generator[None]:
 
 def local(name: str, field: str = "") -> str:
     """Return the name of an output after checking that it is local: as a path, ``gs://bucket/x`` would be the folder
-    ``gs:`` here. ``field``: the field or flag that has this value. InputError: it is an address."""
+    ``gs:`` here. ``field``: the field or flag that has this value. InputError: it is an address.
+    """
     require(
         ADDRESS.match(name) is None,
         f"{field} {name} is an address, and this is written to a file system: give a local or mounted folder".strip(),
@@ -82,7 +84,8 @@ def local(name: str, field: str = "") -> str:
 
 def check_file(path: Path, flag: str) -> None:
     """Refuse a path that cannot be written as a file, before anything is computed for it. InputError: it is a folder,
-    or its folder does not exist."""
+    or its folder does not exist.
+    """
     require(not path.is_dir(), f"{flag} {path} is a folder: give a file in it")
     require(path.parent.is_dir(), f"{flag} {path}: there is no folder {path.parent}; make it first")
 
@@ -97,7 +100,8 @@ def relative_path(path: Path) -> str:
 def new_file(target: Path) -> Generator[Path]:
     """Yield a temporary file next to ``target`` that replaces it if the block succeeds, and is removed otherwise. Its
     name may exist, left by a killed process, or as another person's link to elsewhere: it is removed, never written
-    through."""
+    through.
+    """
     part = target.with_name(f".{target.name}.part")
     try:
         with on_exit(lambda *reason: part.unlink(missing_ok=True)):
@@ -111,7 +115,8 @@ def new_file(target: Path) -> Generator[Path]:
 
 def open_nofollow(path: Path, mode: str = "ab", encoding: str | None = None) -> Any:
     """Open a file of a run's directory for writing: to append, unless ``mode`` says otherwise. InputError: the path is
-    a symbolic link, which may lead to any file."""
+    a symbolic link, which may lead to any file.
+    """
     try:
         return open(
             path, mode, encoding=encoding, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)
@@ -126,7 +131,8 @@ def alone(directory: Path, remedy: str) -> Generator[Path]:
     """Lock a folder, which exists, for this process; the kernel releases the lock when it ends, in any way. The file
     ``lock``, which is yielded, names the holder and is removed at the end. Where a file system has no locks there is a
     warning instead. ``remedy``: an alternative to waiting, for the message. InUse: another process, named in the line,
-    has it."""
+    has it.
+    """
     path = directory / LOCK
     while True:
         file = open_nofollow(path, "a+")

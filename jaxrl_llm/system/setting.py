@@ -6,7 +6,8 @@ A field's annotation says which values it may have, and how they may change::
     row_tokens: Annotated[int, Count(0), FREE] = 0
     b1: Annotated[float, Range("[0, 1)")] = 0.9
 
-``check`` refuses, and ``notes`` reports, what depends on other settings."""
+``check`` refuses, and ``notes`` reports, what depends on other settings.
+"""
 
 import dataclasses
 import enum
@@ -39,7 +40,8 @@ FREE, RECORDED, FIXED, PATH, MODEL = Mark
 class Range:
     """The ``interval`` of a number, such as "[0, 1)"; None is always allowed, and an included bound of inf excludes
     nothing. ``note``: a meaning of the lower bound, in parentheses behind it. ``words``: describe the bounds in a
-    refusal; if empty they are made from the interval."""
+    refusal; if empty they are made from the interval.
+    """
 
     interval: str
     note: str = ""
@@ -89,7 +91,8 @@ class Setting:
     def check(self, run: Any, where: str) -> None:
         """Refuse values that the annotations cannot exclude. InputError: names field, value and remedy. ``run``: the
         whole configuration, resolved. ``where``: dotted name of this setting with a final dot; empty for the run
-        itself."""
+        itself.
+        """
 
     def notes(self, run: Any) -> list[str]:
         """Return notes on values that have no effect in this run, or an unexpected one, one line each."""
@@ -129,7 +132,8 @@ def check_fields(value: Any, where: str = "", kinds: tuple[type, ...] = (Range, 
 
 def check_settings(run: Setting) -> None:
     """Refuse settings that cannot work: check counts, then each setting's fields and its ``check``, and the run's own
-    last. InputError: names field, value and remedy."""
+    last. InputError: names field, value and remedy.
+    """
     root, *parts = settings_in(run)
     for setting, where in (root, *parts):
         check_fields(setting, where, (Count,))
@@ -172,7 +176,8 @@ def has_default(field: dataclasses.Field) -> bool:
 
 def differing(value: Any, usual: Any, where: str = "") -> list[str]:
     """List the dotted names at which a value differs from the usual one. A value of another class is named ``X.type``,
-    and its fields are compared with the defaults of that class."""
+    and its fields are compared with the defaults of that class.
+    """
     if isinstance(value, (tuple, list)) and any(map(dataclasses.is_dataclass, value)):
         usual_items = usual if isinstance(usual, (tuple, list)) else ()
         pairs = itertools.zip_longest(value, usual_items[: len(value)])

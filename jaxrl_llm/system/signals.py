@@ -1,6 +1,7 @@
 """Signals, child processes and lost readers. Ctrl-C, SIGTERM and a lost terminal are handled at once: a command quits
 with one line, a training stops after its step. Child processes leave that to their parent. A closed output ends no
-command."""
+command.
+"""
 
 import contextlib
 import errno
@@ -40,7 +41,8 @@ _beginning = threading.Lock()
 def listen() -> None:
     """Handle signals until the process ends; called once, by a command that owns its process. Python runs handlers
     between two instructions of the main thread, which may be minutes away while XLA compiles: the number of a signal is
-    therefore written to a pipe as it arrives, and a thread that reads it answers."""
+    therefore written to a pipe as it arrives, and a thread that reads it answers.
+    """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     _answers.append(lambda number: quit_now(128 + number, "interrupted"))
@@ -80,7 +82,8 @@ def answering(answer: Answer) -> Generator[None]:
 def on_exit(call: ExitCall) -> Generator[None]:
     """Call ``call(code, line)`` if the process quits within the block, since the end of the block is not reached then.
     It runs in another thread, so it must not wait for anything that the block may hold. Once the last of these calls
-    has run, no block begins: its thread waits for the end of the process."""
+    has run, no block begins: its thread waits for the end of the process.
+    """
     with _beginning:
         _exit_calls.append(call)
     try:
@@ -157,7 +160,8 @@ class Preemption:
     """A handler of signals: within the block the first asks to stop after the current step (``asked``), and the second
     quits. Repeated SIGHUPs of one lost terminal, from the shell and the kernel, count once. Each of several processes
     gets its own signals only: they exchange them between steps. ``say``: called in another thread with a line at the
-    first signal. ``grace_s``: seconds from then until the sender may kill the process; half of them are for saving."""
+    first signal. ``grace_s``: seconds from then until the sender may kill the process; half of them are for saving.
+    """
 
     def __init__(self, say: Callable[[str], None], grace_s: float = math.inf):
         self._say = say
@@ -183,7 +187,8 @@ class Preemption:
 
     def _answer(self, number: int, *frame: Any) -> None:
         """Handle a signal, with a frame in a process that this package does not own: there the second goes to the
-        owner, and another thread prints, since a handler must not."""
+        owner, and another thread prints, since a handler must not.
+        """
         if self.asked and number == signal.SIGHUP:
             return
         if self.asked and not frame:

@@ -3,7 +3,8 @@
 Each address has a mirror, a folder in the cache directory whose path tells the address, so all other modules work with
 folders. The files of a run or model are copied to its mirror before they are read (``folder``), and a run that trains
 uploads its own at each checkpoint (``push``). Checkpoints stay in the storage, and are complete once they have a
-marker: Orbax writes those of ``gs://`` directly, those of ``s3://`` are written to the mirror and uploaded."""
+marker: Orbax writes those of ``gs://`` directly, those of ``s3://`` are written to the mirror and uploaded.
+"""
 
 import contextlib
 import fcntl
@@ -54,7 +55,8 @@ _compared: dict[Path, float] = {}
 def split(name: str, field: str = "") -> tuple[str, str] | None:
     """Split an address into the scheme and the rest, without a final slash; None for the path of a file system.
     ``field``: the field or flag with this value. InputError: an address of another kind, or without a folder of a
-    bucket."""
+    bucket.
+    """
     if ADDRESS.match(name) is None:
         return None
     scheme, _, rest = name.partition("://")
@@ -79,7 +81,8 @@ def mirror(name: str, field: str = "") -> Path:
 
 def folder(name: str) -> Path:
     """Return the folder (or ``.gguf`` file) of a name; that of an address is its mirror, with the present files.
-    InputError: the storage cannot be reached; or its package is not installed."""
+    InputError: the storage cannot be reached; or its package is not installed.
+    """
     return refreshed(mirror(name))
 
 
@@ -130,7 +133,8 @@ def written_directly(path: Path) -> bool:
 
 def system(url: str) -> Any:
     """Return fsspec's file system of an address; it caches no listings, as other programs write there too. InputError:
-    its package is not installed."""
+    its package is not installed.
+    """
     scheme = url.partition("://")[0]
     module, extra = SCHEMES[scheme]
     # Else gcsfs asks another service for the kind of each bucket, which needs a right of its own.
@@ -150,7 +154,8 @@ def system(url: str) -> Any:
 @contextlib.contextmanager
 def reaching(url: str) -> Generator[None]:
     """Turn the errors of a storage's package into one line with the remedy. InputError: no such bucket, no right to use
-    it, or no connection."""
+    it, or no connection.
+    """
     try:
         yield
     except InputError:
@@ -170,7 +175,8 @@ def reaching(url: str) -> Generator[None]:
 @contextlib.contextmanager
 def _index(path: Path) -> Generator[dict[str, list[Any]]]:
     """Lock a mirror against other readers and writers of its files, and yield the record of these, to be changed. For
-    each file, by name: the storage's mark of its version, its size, and its time in nanoseconds."""
+    each file, by name: the storage's mark of its version, its size, and its time in nanoseconds.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f".{path.name}.index"), "a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -197,7 +203,8 @@ def _in_training(path: Path) -> bool:
 
 def fetch(path: Path) -> None:
     """Make a mirror equal to its address: its own files and its code are copied, other folders below it are not.
-    Without a run or model there, the mirror is removed. InputError: the storage cannot be reached."""
+    Without a run or model there, the mirror is removed. InputError: the storage cannot be reached.
+    """
     url = address(path)
     files = system(url)
     with reaching(url), _index(path) as index:
@@ -267,7 +274,8 @@ def _state(local: Path) -> list[int]:
 
 def push(path: Path) -> None:
     """Make an address equal to the mirror, whose run trains here: files that are new, changed or gone since the last
-    time, also in folders below, but for those of steps. InputError: the storage cannot be reached."""
+    time, also in folders below, but for those of steps. InputError: the storage cannot be reached.
+    """
     url = address(path)
     files = system(url)
     with reaching(url), _index(path) as index:

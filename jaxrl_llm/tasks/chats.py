@@ -46,7 +46,8 @@ _CUT = "\ufdd0"  # no character, so that no text has it: cuts the spelling of a 
 class Guard:
     """Encoder of rendered chats whose contents hold no control tokens: in messages of tools no added token is kept, in
     those of users no special one. A system's and an assistant's may hold them, as the task's author writes these;
-    ``of_world`` is for what an environment says in their place, and ``reply`` for what a model wrote."""
+    ``of_world`` is for what an environment says in their place, and ``reply`` for what a model wrote.
+    """
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -135,7 +136,8 @@ _NO_TURNS = "template plain marks no turns, and the assistant has several; give 
 def close_completion(completion: Completion, closing: Sequence[int] | None) -> np.ndarray:
     """Return the tokens of a completion, int32[t]; one that ended by itself gets the end that a template writes.
     ``closing``: see ``ChatEncoder.closing``; None leaves all completions as they are. A stop token is part of that end,
-    or is replaced by it; truncated completions stay."""
+    or is replaced by it; truncated completions stay.
+    """
     tokens = completion.tokens
     if closing is None or completion.finish_reason != "stop":
         return tokens
@@ -238,7 +240,8 @@ class ChatEncoder:
     @functools.cached_property
     def closing(self) -> list[int] | None:
         """Ids of all that a chat template writes after the assistant's last text, such as a stop token and a line end.
-        None for ``plain``, which writes nothing there, and for a template that does not repeat the text."""
+        None for ``plain``, which writes nothing there, and for a template that does not repeat the text.
+        """
         text = "" if self.plain else self.render([*word_prompt(_ASKED, self._wording), _ANSWER], asks=False)
         _, content, closing = text.rpartition(_ANSWER["content"])
         return self.ids(closing) if content else None
@@ -273,7 +276,8 @@ class ChatEncoder:
 
     def encode_prompt(self, messages: Iterable[Message]) -> tuple[str, np.ndarray]:
         """Return a prompt's text up to the start of the answer, or to the end of a last message of the assistant, which
-        begins it; and its ids, int32[p]: those of ``encode``."""
+        begins it; and its ids, int32[p]: those of ``encode``.
+        """
         chat = self._word_prompt(messages)
         text = self._prefill_text(chat) if chat[-1]["role"] == "assistant" and not self.plain else self.render(chat)
         begins = bos(text, self.tokenizer) if self.plain else []
@@ -320,7 +324,8 @@ class ChatEncoder:
     def encode_turns(self, prompt: Sequence[Message], rest: Sequence[Message]) -> tuple[np.ndarray, ...]:
         """Encode a chat with the assistant first and last in ``rest``: return the prompt's ids, int32[p], those that
         follow, int32[t], and their mask, bool[t]: True for the assistant's text and the ends of its turns, except in
-        messages that are not learned."""
+        messages that are not learned.
+        """
         prefix, prompt_ids = self.encode_prompt(prompt)
         begins = self._word_prompt(prompt)
         chat = [*begins, *self._without_ends(rest)]
@@ -349,7 +354,8 @@ class ChatEncoder:
     def encode_as_trl(self, prompt: Sequence[Message], rest: Sequence[Message], plain: bool) -> tuple[np.ndarray, int]:
         """Encode a prompt and its answer as TRL's ``SFTTrainer`` does: return the ids of the whole, tokenised in one
         piece, with the template's text after the last turn, int32[t]; and the number of first ids that are the
-        prompt's. ``plain``: both are single texts, which no template wraps, followed by one end of a text."""
+        prompt's. ``plain``: both are single texts, which no template wraps, followed by one end of a text.
+        """
         require(not self.plain or len(rest) < 2, _NO_TURNS)
         if plain or self.plain:
             texts = [message["content"] for message in self._word_prompt(prompt)]
@@ -365,7 +371,8 @@ class ChatEncoder:
 
     def _assistant_text(self, prefix: str, chat: list[Message], text: str) -> tuple[str | None, bool]:
         """Return the text of the chat's last message in ``text`` after ``prefix`` (None for other text), and whether an
-        end of its turn at which completions stop comes next."""
+        end of its turn at which completions stop comes next.
+        """
         if CALLS not in chat[-1]:
             reply = assistant_text(prefix, chat[-1], text)
             end, _ = self._turn_stop
@@ -456,7 +463,8 @@ def encode(problem: Problem, task: Wording, tokenizer: Any) -> np.ndarray:
     joins the contents with blank lines, after the BOS token if the tokenizer begins every text with it.
 
     InputError: no tokenizer or chat template, an unknown template, one that refuses the messages or does not read an
-    option of the row."""
+    option of the row.
+    """
     try:
         wording = (task.template, task.system, task.suffix, task.date)
         encoder = _chat_encoder(wording, type(task), tokenizer, json.dumps(problem.options))

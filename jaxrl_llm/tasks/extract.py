@@ -183,7 +183,8 @@ def parse_number(text: str) -> Decimal | None:
 
 def integer(text: str) -> int | None:
     """Parse a text that is an integer as a whole (``"3.0"``, ``"1,000"``, ``"+3"``); None if it is not. Numbers of more
-    than 1000 digits give None: a model may write 1e999999999."""
+    than 1000 digits give None: a model may write 1e999999999.
+    """
     value = parse_number(text)
     if value is None or value.adjusted() >= _INTEGER_DIGITS:
         return None

@@ -27,7 +27,8 @@ def checkable_instructions(problem: Problem) -> bool:
 def resolve(path: str) -> Callable[..., Any]:
     """Import the function that ``path`` names, for example ``jaxrl_llm.tasks.filters:nonnegative_answer``. Modules of
     the current folder are found too: an installed command does not have that folder on its search path. InputError: the
-    path has another form, the module cannot be imported, or it has no such function."""
+    path has another form, the module cannot be imported, or it has no such function.
+    """
     module_name, colon, name = path.partition(":")
     if not (module_name and colon and name.isidentifier()):
         raise InputError(f"{path!r} names no function; write module:function, such as my_rewards:brevity")

@@ -1,6 +1,7 @@
 """Problems of reasoning-gym, generated in a separate interpreter so that every run and every host gets equal ones. In
 this process they would differ: some of its data sets walk through sets of strings, which change their order with the
-interpreter's hash seed, and one draws from Python's global random numbers."""
+interpreter's hash seed, and one draws from Python's global random numbers.
+"""
 
 import contextlib
 import dataclasses

@@ -6,7 +6,8 @@ from its published checker, which needs an English tokenizer, a language detecto
 keyword is matched as plain text; a text in capital or small letters may be in any language; a word in capital letters
 ends where punctuation other than ``- ' . /`` begins.
 
-Each check takes time linear in the text, since a model's completion may be long and odd."""
+Each check takes time linear in the text, since a model's completion may be long and odd.
+"""
 
 import dataclasses
 import json
@@ -373,7 +374,8 @@ KINDS: dict[str, tuple[str, str]] = {
     "punctuation:no_comma": ("commas", "Do not use any commas."),
 }
 """Kinds of instruction by id, all those that can be checked: a group, of which a prompt has at most one kind, and the
-sentence in the prompt, with places for the arguments."""
+sentence in the prompt, with places for the arguments.
+"""
 
 CONFLICTS = (
     {"detectable_format:json_format", "startend:end_checker"},

@@ -1,5 +1,6 @@
 """Messages of chats in rows: their fields, the calls of tools in them, and the options that the chat template gets. The
-caller adds the row's place to the errors raised here."""
+caller adds the row's place to the errors raised here.
+"""
 
 import decimal
 import itertools
@@ -78,7 +79,8 @@ def plain_text(value: Any, column: str) -> str:
 
 def chat_of(value: Any, column: str) -> list[Message]:
     """Return chat messages with role, content, reasoning, calls of tools, the call that a result answers, and
-    ``WEIGHT`` where they are not learned. The whole, or a message's calls, may be JSON text."""
+    ``WEIGHT`` where they are not learned. The whole, or a message's calls, may be JSON text.
+    """
     value = _parse_json(value)
     if not isinstance(value, list | tuple) or not value:
         raise InputError(f"{column} is not a list of chat messages with role and content")

@@ -1,5 +1,6 @@
 """Generated programming problems with tests and reference solutions. A template stands for several problems: ``{a}``,
-``{b}`` in its texts are constants."""
+``{b}`` in its texts are constants.
+"""
 
 import dataclasses
 import itertools
@@ -18,7 +19,8 @@ class Template(NamedTuple):
     number; 3, an algorithm. ``parameters``: of the function, each with the kind of its values (see
     ``programs.VALUES``). ``returns``: the end of the sentence "Write a function that returns ...". ``body``: of the
     reference solution. ``constants``: the values of each constant, by its name in the texts; names in a tuple are set
-    together."""
+    together.
+    """
 
     level: int
     parameters: dict[str, str]
@@ -275,7 +277,8 @@ def choose_tests(
 ) -> list[tuple[tuple[Any, ...], str]]:
     """Return so many different inputs with their results, as Python text, that every other solution fails on one. Each
     input is the one that most of the remaining solutions fail on, the first of equal ones; a solution that always
-    returns the first result counts as one of them."""
+    returns the first result counts as one of them.
+    """
     inputs = list({repr(arguments): arguments for arguments in inputs}.values())
     expected = [repr(solution(*copy_arguments(arguments))) for arguments in inputs]
     wrong = [[repr(other(*copy_arguments(arguments))) for arguments in inputs] for other in rivals]

@@ -1,7 +1,8 @@
 """Prompt streams: an endless order of problems, a function of the seed and of the results so far. ``Shuffled`` asks the
 problems of one task in epochs, ``Scheduled`` by a curriculum, ``Interleaved`` those of several tasks, each with its
 exact share. Curricula: which problems a task asks, by how often each was solved. ``drop`` removes problems,
-``easy_to_hard`` opens a growing share of the rest, ``prioritised`` sets how the open ones are drawn."""
+``easy_to_hard`` opens a growing share of the rest, ``prioritised`` sets how the open ones are drawn.
+"""
 
 import dataclasses
 import functools
@@ -21,14 +22,16 @@ Memory = dict[str, Any]
 """Memory of a stream: JSON values and arrays, saved with the run. It is never changed, only replaced."""
 OTHERS = "others"
 """Key, in the memory of a run's only task, of the number of prompts that asked other tasks in earlier phases: the
-task's own prompts are numbered without them."""
+task's own prompts are numbered without them.
+"""
 COUNTED = "last"
 """Key, in the memory of a task that has had a curriculum, of the prompt that last asked each problem."""
 NONE = -1
 """Value in place of a prompt's number if there was no prompt."""
 ASKED = "asked"
 """Key, in the memory of a mixture, of the number of prompts asked of each task; the memory of each stream is under
-``STREAMS``, and the counts from before the present shares under ``BEFORE``."""
+``STREAMS``, and the counts from before the present shares under ``BEFORE``.
+"""
 STREAMS = "streams"
 BEFORE = "before"
 
@@ -55,7 +58,8 @@ class PromptStream(Protocol):
 class Shuffled(PromptStream):
     """Stream in epochs, each a fresh permutation of all problems; results do not change it. ``problems``: all of them;
     ``seed``: of the permutations; ``counting``: stream that takes over if an earlier phase had a curriculum: it keeps
-    its round and its counts."""
+    its round and its counts.
+    """
 
     problems: Sequence[Problem]
     seed: int
@@ -85,7 +89,8 @@ class Shuffled(PromptStream):
 def problem_index(seed: int, cursor: int, size: int) -> int:
     """Return the index, in ``[0, size)``, of the problem at position ``cursor`` of the stream. Positions ``e * size``
     to ``(e + 1) * size - 1`` are epoch ``e``: a permutation of all problems, fresh for each (seed, epoch). A checkpoint
-    needs one integer, the number of prompts consumed. InputError: size is 0, or seed or cursor is negative."""
+    needs one integer, the number of prompts consumed. InputError: size is 0, or seed or cursor is negative.
+    """
     if size < 1 or seed < 0 or cursor < 0:
         raise InputError(f"no problem at seed {seed}, cursor {cursor}, size {size}; size starts at 1, the others at 0")
     epoch, position = divmod(cursor, size)
@@ -114,7 +119,8 @@ class Interleaved:
     """Streams of several tasks: after n prompts a task with share w of the weights has had w n prompts, within one. The
     next task is a function of the counts alone (``due_task``), so that no chance moves the balance. Each stream numbers
     its own prompts: its order does not depend on the other streams. ``streams``: by the label of their task;
-    ``weights``: positive, by the same labels."""
+    ``weights``: positive, by the same labels.
+    """
 
     streams: Mapping[str, PromptStream]
     weights: Mapping[str, float]
@@ -177,7 +183,8 @@ def resume_memory(places: Places, labels: Sequence[str], prompts: int) -> Memory
 def due_task(counts: Mapping[str, int], weights: Mapping[str, float]) -> str:
     """Return the task that is due (R. Tijdeman, The chairman assignment problem, 1980): no count is ever a whole prompt
     away from its share. Among the tasks that one more prompt would not put too far ahead, it is the one that would fall
-    behind first. ``counts``: prompts of each task so far; ``weights``: positive."""
+    behind first. ``counts``: prompts of each task so far; ``weights``: positive.
+    """
     if len(weights) == 1:
         return next(iter(weights))
     total = sum(weights.values())
@@ -254,7 +261,8 @@ class EasyToHard(Setting):
     def __call__(self, difficulty: np.ndarray, candidates: np.ndarray, number: int, ties: np.ndarray) -> np.ndarray:
         """Return which problems are open, bool[N], to prompt ``number``. ``difficulty``: [N]; ``candidates``: bool[N],
         those that are not dropped; ``ties``: int[N], a permutation: of equally easy problems smaller numbers come
-        first."""
+        first.
+        """
         total = int(candidates.sum())
         share = min(1.0, self.start + (1 - self.start) * number / self.over)
         count = math.ceil(share * total - 1e-9)  # a share's rounding opens no further problem
@@ -290,7 +298,8 @@ class Dropping(Setting):
     def __call__(self, streak: np.ndarray, last: np.ndarray, number: int) -> np.ndarray:
         """Return which problems are dropped, bool[N]. ``streak``: int[N], visits in a row in which all answers were
         right; negative if none was, even in part. ``last``: int[N], the prompt that last asked it; -1 for none.
-        ``number``: of the prompt that is asked now."""
+        ``number``: of the prompt that is asked now.
+        """
         dropped = np.zeros(len(streak), bool)
         if self.solved:
             dropped |= streak >= self.solved
@@ -372,7 +381,8 @@ class Scheduled(PromptStream):
     answers and of how much of them was right; ``streak`` and ``last`` as ``Dropping`` reads them; and also ``asked``,
     prompts so far, ``since``, the number of the first one of ``easy_to_hard``, ``begun``, the prompt that began the
     present round, and ``problems``, a digest of their ids. A memory that holds only the places of prompts (``PLACES``)
-    starts the counts anew; prompts asked without a curriculum count as asked in epochs."""
+    starts the counts anew; prompts asked without a curriculum count as asked in epochs.
+    """
 
     curriculum: Curriculum
     problems: Sequence[Problem]

@@ -46,7 +46,8 @@ def clean_value(value: Any, depth: int = 0) -> Any:
     """Return a field's value in the form that it has by every way, as values of JSON where it can be. Arrow fills in
     nulls where records of a list differ: names in records that hold None, or a number that is none (NaN), are left out.
     A number of another precision is the decimal that was written, so a float32 0.1 is 0.1. Bytes of UTF-8 are text, and
-    arrays and tuples lists. Other values stay."""
+    arrays and tuples lists. Other values stay.
+    """
     if depth > 200:
         raise RecursionError
     if isinstance(value, dict):

@@ -1,5 +1,6 @@
 """Tasks: the sources of problems and of rows to learn (generators, a table on disk, a data set of the hub, rows in
-memory), the check of the answers, and the part held out for evaluation."""
+memory), the check of the answers, and the part held out for evaluation.
+"""
 
 import contextlib
 import dataclasses
@@ -47,7 +48,8 @@ class ReasoningGym:
 
     def problems(self) -> Iterator[Problem]:
         """Yield the problems; the data set's own ``score_answer`` reads ``metadata["entry"]``. InputError: the data set
-        or option is unknown, or the data set refuses an option's value."""
+        or option is unknown, or the data set refuses an option's value.
+        """
         for entry in gym.entries(self._wanted):
             prompt = ({"role": "user", "content": entry["question"]},)
             answer = "" if entry["answer"] is None else str(entry["answer"])
@@ -74,7 +76,8 @@ class RowSource:
 
     def problems(self: Any, answers: bool = True) -> Iterator[Problem]:
         """Yield the problems; ``metadata`` holds the row's fields without the prompt's, and ``row``, its place.
-        ``answers``: whether each must have one; else the answer of a row without one is empty."""
+        ``answers``: whether each must have one; else the answer of a row without one is empty.
+        """
         for where, row in itertools.starmap(clean_row, self.read()):
             prompt_value = required(row, self.prompt_field, where, "prompt")
             prompt = messages_of(prompt_value, where)
@@ -127,7 +130,8 @@ class Table(RowSource):
 
     def read(self) -> Iterator[tuple[str, Any]]:
         """Yield the rows, each after its place: ``path:line`` or ``path:row``, counted from 1. InputError: the file is
-        missing, its suffix is unknown, or it is not what the suffix says."""
+        missing, its suffix is unknown, or it is not what the suffix says.
+        """
         return read_table(Path(self.path))
 
 
@@ -159,7 +163,8 @@ class HubDataset(RowSource):
 
     def read(self) -> Iterator[tuple[str, Any]]:
         """Yield the rows, each after its place: ``name:index``, counted from 0. InputError: the data set cannot be
-        loaded (name, subset, split, network)."""
+        loaded (name, subset, split, network).
+        """
         import datasets
 
         try:
@@ -180,7 +185,8 @@ MISSING = "missing: "
 
 class InMemory:
     """Rows held in memory: a list of dictionaries, a ``datasets.Dataset``, which is not copied, or the output of
-    ``to_save``. InputError: ``rows`` is not a table of rows."""
+    ``to_save``. InputError: ``rows`` is not a table of rows.
+    """
 
     def __init__(self, rows):  # without an annotation: what has one becomes a flag of the command line
         self._missing = rows if isinstance(rows, str) and rows.startswith(MISSING) else ""
@@ -256,7 +262,8 @@ class Rows(RowSource):
 
     def read(self) -> Iterator[tuple[str, Any]]:
         """Yield the rows, each after its place: ``rows[index]``, counted from 0. InputError: the rows are not in
-        memory."""
+        memory.
+        """
         return ((f"rows[{index}]", row) for index, row in enumerate(self.rows))
 
 
@@ -342,7 +349,8 @@ class Loaded(Generic[Item]):
     """A task's problems, or the rows of data: each occurs once, and each prompt in one of the two parts. ``train``: in
     the source's order; ``held_out``: in the order of the hashes of their prompts, so that the first n are a fair
     sample. ``notes``: a line for each reason for which some were dropped or changed, with counts; ``left_out``: the
-    note about rows that were dropped or truncated, or empty."""
+    note about rows that were dropped or truncated, or empty.
+    """
 
     train: tuple[Item, ...]
     held_out: tuple[Item, ...]
@@ -352,7 +360,8 @@ class Loaded(Generic[Item]):
 
 def check(task: Task) -> None:
     """Refuse a task that cannot work, before anything is loaded. InputError: unknown extractor, verifier or template,
-    two that do not fit, a holdout outside [0, 1), a bad date, a ``keep`` that does not name a function."""
+    two that do not fit, a holdout outside [0, 1), a bad date, a ``keep`` that does not name a function.
+    """
     if task.extractor not in EXTRACTORS:
         extract("", task.extractor)
     require(task.verifier in VERIFIERS, f"verifier {task.verifier!r} is unknown; choose one of {', '.join(VERIFIERS)}")
@@ -387,7 +396,8 @@ def check_split(holdout: float, date: str | None) -> None:
 def load(task: Task, answers: bool = True) -> Loaded[Problem]:
     """Load, filter, merge duplicates, then split by a hash of the prompt; equal on every machine. ``answers``: whether
     reference answers are needed. If they are not, and no problem has one, nothing is verified. InputError: ``check`` or
-    the source refuses the task, or no problem is left to train on."""
+    the source refuses the task, or no problem is left to train on.
+    """
     check(task)
     notes: list[str] = []
     read = _read_problems(task, answers)
@@ -516,7 +526,8 @@ def _reaches_itself(problem: Problem) -> bool:
 
 def note_unreachable(unmet: Sequence[Problem], count: int, needed: bool) -> list[str]:
     """Return the note about references that no answer reaches, not even the reference itself as it is extracted.
-    ``count``: tried problems. If the run needs right answers (``needed``), most references must be reached."""
+    ``count``: tried problems. If the run needs right answers (``needed``), most references must be reached.
+    """
     if not unmet:
         return []
     first = unmet[0]

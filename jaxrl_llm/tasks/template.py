@@ -1,6 +1,7 @@
 """Templates: turn chats into text. Chat templates of strangers, in a process with limits: a template is a program that
 may never end. Jinja's own sandbox keeps it from files and objects; it bounds neither time nor memory. The program of
-the process is ``main``: over one connection it gets the arguments of ``render``, and answers in JSON."""
+the process is ``main``: over one connection it gets the arguments of ``render``, and answers in JSON.
+"""
 
 import contextlib
 import datetime
@@ -202,7 +203,8 @@ def render_chat(
 
 def template_fingerprint(template: str, tokenizer: Any) -> str:
     """Return 16 hex digits, equal for templates that write chats alike; ``template`` is that of a ``Task``. If a
-    template can write none of a few chats, such as one that reads the clock in its own way, its text is hashed."""
+    template can write none of a few chats, such as one that reads the clock in its own way, its text is hashed.
+    """
     wording = Task([], template=template, date="2000-01-01")
     turns = [("user", "a"), ("assistant", "b"), ("user", "c")]
     messages = [{"role": role, "content": content} for role, content in turns]

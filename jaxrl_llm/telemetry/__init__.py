@@ -12,7 +12,8 @@ __getattr__ = attach("jaxrl_llm", {"Finding": "diagnosis", "diagnose": "diagnosi
 @dataclasses.dataclass(frozen=True)
 class Verbosity:
     """Output during a run, as set by ``--quiet`` and ``--json``. ``quiet``: only warnings, and the result at the end.
-    ``rows``: called with each row as metrics.jsonl holds it, once it is written there; None for nobody."""
+    ``rows``: called with each row as metrics.jsonl holds it, once it is written there; None for nobody.
+    """
 
     quiet: bool = False
     rows: Callable[[dict[str, Any]], None] | None = None

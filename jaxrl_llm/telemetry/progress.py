@@ -43,7 +43,8 @@ class Schedule:
     """The steps at which a run evaluates, saves and ends, regardless of interruptions; rollbacks use only their
     checkpoints, and no other is kept for long. ``steps``: number of the last one. ``evaluate_every``, ``save_every``:
     steps between two; 0 evaluates after the last one only. ``moved``: the steps so far after which the run went back or
-    into another phase, which are saved too; added to."""
+    into another phase, which are saved too; added to.
+    """
 
     steps: int
     evaluate_every: int = 0
@@ -70,7 +71,8 @@ class Schedule:
 
 def time_left(durations: Mapping[str, Sequence[float]], ahead: Mapping[str, int]) -> float | None:
     """Return the seconds for the work ``ahead`` at the mean of each kind's ``durations``, 0 for a kind without; None
-    before the first step. A first time takes longer (files, workers), so it is left out as soon as there is another."""
+    before the first step. A first time takes longer (files, workers), so it is left out as soon as there is another.
+    """
     if not durations.get(STEP):
         return None
     total = 0.0
@@ -83,7 +85,8 @@ def time_left(durations: Mapping[str, Sequence[float]], ahead: Mapping[str, int]
 
 class Pace:
     """The latest durations of each kind of work, in seconds, without compilations, of which ``compiled`` returns the
-    seconds so far."""
+    seconds so far.
+    """
 
     def __init__(self, compiled: Callable[[], float]):
         self.durations: dict[str, tuple[float, ...]] = {}
@@ -104,7 +107,8 @@ class Pace:
 
 class CompileWatch:
     """Owner of listeners to JAX's compilations; a context manager. ``seconds``: of all finished ones, cached programs
-    included; ``read``: programs from the cache; ``compiled``: those that could have been in it, but were not."""
+    included; ``read``: programs from the cache; ``compiled``: those that could have been in it, but were not.
+    """
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -185,7 +189,8 @@ WITHIN_A_STEP = ("sampling", "scoring", "updating")
 
 def allowed_silence(status: str, durations: Sequence[float]) -> float:
     """Return the seconds of silence allowed under ``status`` after steps of ``durations`` seconds. Within a step it is
-    twice an ordinary step, so that a log file holds one line for each, but 5 s at least."""
+    twice an ordinary step, so that a log file holds one line for each, but 5 s at least.
+    """
     return max(5.0, 2 * max(durations, default=0.0) if _phase(status) in WITHIN_A_STEP else 0.0)
 
 
@@ -197,7 +202,8 @@ class Progress:
     """Shows a run's progress; a context manager, so that the terminal is restored in any case. ``first_step``: that
     this process runs: 1 for a new run, s + 1 after resuming at s. ``console``: where to print; stderr if None.
     ``tracker``: looks for findings; None for none. ``quiet``: show warnings alone. ``pace``: durations of each kind of
-    work; the loop adds those of checkpoints. ``at``: the current step."""
+    work; the loop adds those of checkpoints. ``at``: the current step.
+    """
 
     def __init__(
         self,
@@ -271,7 +277,8 @@ class Progress:
 
     def show_events(self, step: int, metrics: dict[str, Any], groups: Sequence[Group] = ()) -> None:
         """Print a line for each event in the step's complete row, as a warning when one with a reason first happens,
-        and for each new finding. ``groups``: data of the step; a terminal shows one of its completions now and then."""
+        and for each new finding. ``groups``: data of the step; a terminal shows one of its completions now and then.
+        """
         for name, reason in step_events(metrics):
             warning = bool(reason) and name not in self._warned
             self.note(f"step {step}: {f'{name}: {reason}' if reason else name}", warning)

@@ -29,7 +29,8 @@ class TrackedRun:
     """A run as a tracker sees it when it starts. ``directory``: the run's; its name is the run's name, and a tracker
     may keep files there. ``config``: as plain values. ``project``: to write to; None for the tracker's own default.
     ``resumed_at``: the step of the checkpoint that the run resumes from: later steps will come again. -1 if it starts
-    over in a directory that it has begun before; None for a new run."""
+    over in a directory that it has begun before; None for a new run.
+    """
 
     directory: Path
     config: Mapping[str, Any]
@@ -123,7 +124,8 @@ class Wandb:
 class Trackio:
     """A run in trackio, in its database on this machine unless trackio's own variables name a Space or a server. A
     resumed run continues under the same name, which ends with letters of its identity: trackio knows runs by name. Its
-    messages go to log.txt. InputError: trackio refuses to start the run."""
+    messages go to log.txt. InputError: trackio refuses to start the run.
+    """
 
     def __init__(self, run: TrackedRun):
         import trackio
@@ -158,7 +160,8 @@ BUILT_IN: dict[str, tuple[TrackerFactory, str]] = {
 
 def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
     """Return the factory of each tracker, with its package imported; InputError for an unknown or missing one. Other
-    packages offer trackers as entry points: a name, and a class or function ``TrackedRun -> Tracker``."""
+    packages offer trackers as entry points: a name, and a class or function ``TrackedRun -> Tracker``.
+    """
     from importlib.metadata import entry_points  # which is slow to import
 
     offered = [entry for entry in entry_points(group="jaxrl_llm.writers") if entry.name not in BUILT_IN]
@@ -182,7 +185,8 @@ def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
 
 class Trackers:
     """The writers of a run; one that raises is left out from then on, with one warning. A new run is refused if a
-    writer does not start; a resumed run continues without it."""
+    writer does not start; a resumed run continues without it.
+    """
 
     def __init__(self, factories: Mapping[str, TrackerFactory], run: TrackedRun, warn: Callable[[str], None]):
         self._warn = warn
@@ -246,7 +250,8 @@ def import_extra(module: str, extra: str) -> None:
 
 def choose_samples(step: int, rows: list[dict[str, Any]], limit: int = 16, longest: int = 1000) -> list[dict[str, Any]]:
     """Return ``SAMPLE_COLUMNS`` of the first ``limit`` samples of each kind, evaluation first, with texts of at most
-    ``longest`` characters; empty without an evaluation."""
+    ``longest`` characters; empty without an evaluation.
+    """
     by_kind = [[row for row in rows if row.get("kind") == kind] for kind in ("evaluation", "training")]
     if not by_kind[0]:
         return []
@@ -280,7 +285,8 @@ class RunWriter(contextlib.AbstractContextManager):
     None is a new run. ``trackers``: names of those that get each row and completions too, with ``config``, plain
     values. ``tell``: called with each row as written, once it is on the disk; ``warn``: with one line when a tracker
     fails. InputError: a new run's directory holds metrics already; a row is not valid JSON; a tracker is unknown, not
-    installed, or refuses the run."""
+    installed, or refuses the run.
+    """
 
     def __init__(
         self,
@@ -312,7 +318,8 @@ class RunWriter(contextlib.AbstractContextManager):
 
     def write(self, step: int, metrics: dict[str, Any]) -> None:
         """Append one step's row, ``step`` first; it is on the disk when this returns. NaN and infinity become null.
-        ValueError: the step is not later than the last one written."""
+        ValueError: the step is not later than the last one written.
+        """
         if step <= self._last_step:
             raise ValueError(f"step {step} is already written: the last row is of step {self._last_step}")
         values = {name: jsonable(value) for name, value in metrics.items() if name != "step"}
@@ -324,7 +331,8 @@ class RunWriter(contextlib.AbstractContextManager):
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
         """Append a step's samples (prompt, completion, reward parts), ``step`` first in each row. Trackers get some of
-        them if an evaluation's answers are among them."""
+        them if an evaluation's answers are among them.
+        """
         append_rows(self._samples, [{"step": step, **row} for row in rows])
         if self._trackers and (sample := choose_samples(step, rows)):
             self._trackers.samples(step, sample)
@@ -377,7 +385,8 @@ def record_step(
     evaluation_rows: Sequence[dict[str, Any]] | None = None,
 ) -> None:
     """Write a step's metrics and samples, and after an evaluation the report, if there is a writer. ``training_rows``:
-    of the step's completions; ``evaluation_rows``: of its evaluation, None without one."""
+    of the step's completions; ``evaluation_rows``: of its evaluation, None without one.
+    """
     if writer is None:
         return
     writer.samples(step, [*training_rows, *(evaluation_rows or ())])
@@ -389,7 +398,8 @@ def record_step(
 def token_texts(tokens: Sequence[int], tokenizer: Any) -> list[str]:
     """Return the text of each token, special ones included; joined they are the whole text. A character of several
     tokens is the text of the last one, and the others are empty. Some tokenizers cannot tell the pieces of bytes that
-    form no characters: then each token is decoded alone."""
+    form no characters: then each token is decoded alone.
+    """
     stream = DecodeStream(skip_special_tokens=False)
     try:
         return [stream.step(tokenizer.backend_tokenizer, token) or "" for token in tokens]

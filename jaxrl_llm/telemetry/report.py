@@ -1,6 +1,7 @@
 """``report.html``: one page that opens without a network. During a run, a separate process writes the page. A report
 reads all files of the run. In the run's own process that would take memory that grows with its steps, and time without
-training."""
+training.
+"""
 
 import base64
 import dataclasses
@@ -37,7 +38,8 @@ Curves = dict[str, tuple[list[int], list[float]]]
 
 def read_files(directory: Path) -> tuple[dict[str, Any], list[dict[str, Any]], Curves]:
     """Read the files of a run, finished or not: its settings by dotted names, the rows of metrics.jsonl, and their
-    curves. Without a config.json there are no settings."""
+    curves. Without a config.json there are no settings.
+    """
     metrics = directory / "metrics.jsonl"
     if not metrics.is_file():
         started = (directory / "config.json").is_file()
@@ -83,7 +85,8 @@ def step_events(metrics: dict[str, Any]) -> list[tuple[str, str]]:
 
 def page_data(directories: Sequence[Path], runs: Sequence[Any], samples: Sequence[Any]) -> dict[str, Any]:
     """Return the data of the page as JSON values: for each run its settings, curves, events and findings. ``runs``,
-    ``samples``: of each, as ``read_files`` and ``choose_lines`` return them."""
+    ``samples``: of each, as ``read_files`` and ``choose_lines`` return them.
+    """
     count = sum(len(curves) + 1 for *_, curves in runs)
     most = max(100, MOST_POINTS // max(count, 1))
     names = [directory.resolve().name for directory in directories]
@@ -137,7 +140,8 @@ def thin_curve(steps: list[int], values: list[float], most: int) -> tuple[list[i
 
 def choose_lines(path: Path, runs: int = 1) -> tuple[list[bytes], int]:
     """Return the lines of a samples.jsonl and their number; of a long file those of evenly spaced steps, with first and
-    last. Lines are distinguished unparsed, so that hundreds of megabytes take a second. ``runs`` share the report."""
+    last. Lines are distinguished unparsed, so that hundreds of megabytes take a second. ``runs`` share the report.
+    """
     batches: dict[tuple[str, int], list[tuple[int, int]]] = {}
     for begin, size, key in _index_lines(path):
         batches.setdefault(key, []).append((begin, size))

@@ -39,7 +39,8 @@ CURVES = (
 class Example(NamedTuple):
     """A completion to display, on one line, and the end of its prompt; of an episode all turns, each after its role.
     ``step``: that learned from it. ``which``: ``best``, ``lowest``, or empty where all of the step have the same
-    reward."""
+    reward.
+    """
 
     step: int
     which: str
@@ -77,7 +78,8 @@ def choose_example(step: int, groups: Sequence[Group], turn: int) -> Example | N
 
 class Panel:
     """The state of the live lines; unknown quantities have no line. ``memory``: returns the memory in use as text;
-    empty until it matters. ``finding``: the newest, or empty. ``example``: the completion that is shown, or None."""
+    empty until it matters. ``finding``: the newest, or empty. ``example``: the completion that is shown, or None.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.memory: Callable[[], str] = str
@@ -193,7 +195,8 @@ def resident_bytes() -> int | None:
 def describe_memory(process: int | None, devices: Sequence[Mapping[str, int]]) -> str:
     """Describe the memory of the process and of the fullest device. ``process``: bytes; None if unknown. ``devices``:
     JAX's memory statistics of each, in bytes: ``bytes_in_use``, ``bytes_limit`` and ``peak_bytes_in_use``; empty for a
-    device without statistics, such as a CPU."""
+    device without statistics, such as a CPU.
+    """
     parts = [] if process is None else [f"memory {process / GIB:.1f} GiB"]
     if measured := [stats for stats in devices if "bytes_in_use" in stats]:
         fullest = max(measured, key=lambda stats: stats["bytes_in_use"] / stats.get("bytes_limit", GIB))
@@ -235,7 +238,8 @@ class CellOutput:
 
 class Column(NamedTuple):
     """One column of the table of steps: ``width`` characters, without the gap before it; in a narrow terminal columns
-    of a higher ``rank`` are left out first."""
+    of a higher ``rank`` are left out first.
+    """
 
     title: str
     metric: str
@@ -265,7 +269,8 @@ COLUMNS = (
 
 def fit_columns(width: int, metrics: Collection[str]) -> tuple[tuple[Column, ...], int]:
     """Return the columns of these metrics within ``width`` characters, and the characters between them. Gaps are
-    narrowed first, then columns of high rank are left out."""
+    narrowed first, then columns of high rank are left out.
+    """
     columns = tuple(column for column in COLUMNS if column.metric in metrics)
     gap = 2
     while len(format_row(columns, gap, "step", "left")) > width and (gap > 1 or columns):
@@ -308,7 +313,8 @@ class Screen:
     """Output of a run's lines; a context manager, so that a terminal is restored in any case. On a terminal finished
     steps scroll by as a table above live lines; in a notebook both are one output, updated in place. A log file has one
     line for each step, and when a phase takes long: no bars, no escape codes. ``describe`` returns the activity now,
-    ``patience`` the seconds that a file may stay silent now."""
+    ``patience`` the seconds that a file may stay silent now.
+    """
 
     def __init__(
         self, console: Console, describe: Callable[[], str], patience: Callable[[], float], panel: Panel, quiet: bool

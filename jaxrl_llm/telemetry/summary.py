@@ -106,7 +106,8 @@ def print_summary(
 ) -> None:
     """Print the accuracy (or reward) before and after, samples, the run's directory, the next commands and findings.
     ``brief`` leaves out samples and commands. ``reloads``: the run's config.json holds all that it trains with.
-    ``writes``: it trains a model that answers; a reward model does not."""
+    ``writes``: it trains a model that answers; a reward model does not.
+    """
     console = console or Printer(highlight=False)
     phases = [_field(f"after step {step}", text) for step, text in summary.phases]
     lines = [*_result_lines(summary), *phases]

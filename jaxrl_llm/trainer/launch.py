@@ -89,7 +89,8 @@ class Result(int):
     @property
     def best(self) -> dict[str, Any] | None:
         """The row of the best evaluation, that of ``RUN@best``: the first of equal ones, of those under the last phase
-        and settings of evaluations that no rollback has undone; None without one."""
+        and settings of evaluations that no rollback has undone; None without one.
+        """
         best = recorded_best(self.directory)
         return next((row for row in self.history if row["step"] == best), None)
 
@@ -104,7 +105,8 @@ def launch(
     """Train, or resume, in the run's directory, and print a summary; return the exit code with the run. ``loaded``:
     settings, resolved and validated, and where they came from; the directory is ``runs/NAME`` where they name none.
     ``fresh``: start over in a new one. ``start``: begin a new run with the weights of this checkpoint or snapshot.
-    ``voice``: how much is printed. InputError: the directory cannot be used, or whatever the run cannot work with."""
+    ``voice``: how much is printed. InputError: the directory cannot be used, or whatever the run cannot work with.
+    """
     began = time.monotonic()
     chosen, resolved = decide_start(peers, loaded, fresh, start)
     directory = chosen.absolute()  # a tool may change the current folder
@@ -186,7 +188,8 @@ def decide_start(
     peers: Peers, loaded: configs.LoadedConfig, fresh: bool, start: configs.Start | None
 ) -> tuple[Path, configs.LoadedConfig | None]:
     """Return the run's directory, and the settings with its origin and the choices of its start, as process 0 decides;
-    None in place of the settings if the run has finished its steps."""
+    None in place of the settings if the run has finished its steps.
+    """
     import jax
 
     from jaxrl_llm import __version__
@@ -243,7 +246,8 @@ def choose_directory(
     """Return the run's directory, the run that has begun there, and the recorded changes of its settings. With
     ``fresh`` it is the first free name; with ``start`` that, or a run that began with these settings and weights; for
     an address the mirror. InputError: a file, or a run that began with other settings, is there; or the storage cannot
-    be reached."""
+    be reached.
+    """
     base = storage.mirror(settings.output.run_dir or f"runs/{name}", "run_dir")
     directory = storage.refreshed(base)
     number = 2
@@ -265,7 +269,8 @@ def choose_directory(
 
 def same_start(directory: Path, settings: configs.Configuration, start: configs.Start) -> bool:
     """Whether the folder is free, or its run was started with these settings and these first weights. Another learning
-    rate makes another run here, where it would only be recorded on resume; other measurements do not."""
+    rate makes another run here, where it would only be recorded on resume; other measurements do not.
+    """
     before = read_started_run(directory)
     if before is None:
         return True
@@ -289,7 +294,8 @@ def first_day(before: configs.LoadedConfig | None) -> str:
 
 def first_weights(directory: Path, start: configs.Start | None) -> configs.Start | None:
     """Return the step that gave the run there its first weights, or else ``start``. InputError: it is missing or
-    damaged, and the run has no checkpoint of its own yet."""
+    damaged, and the run has no checkpoint of its own yet.
+    """
     here = start
     if (before := read_started_run(directory)) is not None:
         start, here = before.origin.start, before.start
@@ -308,7 +314,8 @@ def first_weights(directory: Path, start: configs.Start | None) -> configs.Start
 
 def report_finished(directory: Path, settings: configs.Configuration, ending: str = "") -> bool:
     """Whether the run there has a whole last checkpoint, of its last step or of the one after which a rule has ended
-    it; if so, report it. ``ending``: from ``ending_reason``."""
+    it; if so, report it. ``ending``: from ``ending_reason``.
+    """
     done = max(steps_in(directory / CHECKPOINTS), default=0)
     place = directory / CHECKPOINTS / str(done)
     if (done < settings.steps and not ending) or fault(place):
@@ -327,7 +334,8 @@ def ending_reason(
     before: configs.LoadedConfig, settings: configs.Configuration, changed: Sequence[str], edited: Sequence[str]
 ) -> str:
     """Return why a rule has ended a run as done before its steps were made; empty if none has, or would with its
-    present settings. ``changed``: settings that differ from those before; ``edited``: files of the run's own code."""
+    present settings. ``changed``: settings that differ from those before; ``edited``: files of the run's own code.
+    """
     directory = Path(before.directory or "")
     place = directory / CHECKPOINTS / str(max(steps_in(directory / CHECKPOINTS), default=0))
     memory = ended_at(place)
@@ -355,7 +363,8 @@ def ending_reason(
 @contextlib.contextmanager
 def claim_directory(directory: Path, loaded: configs.LoadedConfig) -> Generator[None]:
     """Create and lock the run's directory with its config.json. A directory made here is removed if the run does not
-    begin, except for the traceback of a reward, which the message names."""
+    begin, except for the traceback of a reward, which the message names.
+    """
     run = loaded.run
     if loaded.directory is not None and run.output.run_dir == str(
         loaded.directory
@@ -407,7 +416,8 @@ def claim_directory(directory: Path, loaded: configs.LoadedConfig) -> Generator[
 
 def check_shared(peers: Peers, path: Path) -> None:
     """Refuse a run directory that is not shared by all hosts. ``path``: a file that process 0 has just written.
-    InputError: a process does not see it, or sees other content."""
+    InputError: a process does not see it, or sees other content.
+    """
     content = peers.first(path.read_text)
     limit = time.monotonic() + FILE_VISIBLE_S
     seen = peers.leads

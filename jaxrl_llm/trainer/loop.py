@@ -1,5 +1,6 @@
 """The training loop: a run is a sequence of phases, and a phase is a loop of steps. A stage makes the steps, rules
-decide between them; this module evaluates, applies decisions, records and saves."""
+decide between them; this module evaluates, applies decisions, records and saves.
+"""
 
 import contextlib
 import dataclasses
@@ -60,7 +61,8 @@ def train(
     decisions from the same numbers; values of one process (a file, a signal, a score) come through ``peers``. Only
     process 0 writes and prints. ``run``: validated. ``directory``: made by the caller, with config.json in it. ``say``:
     prints a line that should stay visible. ``weights``: the step of another run with the first weights; None for the
-    model's own. ``voice``: how much is printed on the way."""
+    model's own. ``voice``: how much is printed on the way.
+    """
     phases = range(len(configs.phases_of(run)))
     devices = len(all_devices())
     for number in phases:
@@ -100,7 +102,8 @@ def resume_point(
 ) -> tuple[int | None, int, dict[str, Any]]:
     """Return the step of the checkpoint to resume from (None without one), the number of its phase, and the entries in
     the row of the next step that record the resumption (empty for a new run). InputError: none of its checkpoints is
-    whole, or no other could be written."""
+    whole, or no other could be written.
+    """
 
     peers.first(lambda: snapshots.check_writable(directory))
     start, passed_over = snapshots.newest_whole(directory, peers)
@@ -134,7 +137,8 @@ def begin_steps(context: RunContext, cursor: Cursor) -> None:
 def run_phase(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
     """Make, evaluate, record and save steps, moving ``cursor``, until a rule ends the phase or the run ends. Returns
     None when the next phase begins; otherwise the exit code and the reason for ending early, which is empty if all
-    steps were made."""
+    steps were made.
+    """
     run, stage, last_save = context.run, cursor.stage, time.monotonic()
     for step in range(cursor.step + 1, run.steps + 1):
         step_began, answers = time.perf_counter(), None
@@ -184,7 +188,8 @@ def evaluate(
     context: RunContext, cursor: Cursor, row: dict[str, Any], first: bool = False
 ) -> list[dict[str, Any]] | None:
     """Evaluate the model, add the metrics to the row, and return the answers to write down; None without a test.
-    InputError: it is the first evaluation, and no answer of a task could be scored."""
+    InputError: it is the first evaluation, and no answer of a task could be scored.
+    """
     began = time.perf_counter()
     tested = cursor.stage.evaluate(model_of(cursor.state), first)
     if tested is not None:
@@ -217,7 +222,8 @@ def decide_after(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> De
 
 def keep_if_best(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> bool:
     """Keep the model if this row has the best evaluation so far and the run keeps the best; return whether it has. On
-    disk the snapshot is complete first, then the row is written, and only then is the older best one removed."""
+    disk the snapshot is complete first, then the row is written, and only then is the older best one removed.
+    """
     step, directory = row["step"], context.directory
     if not context.run.output.keep_best or not context.peers.first(lambda: recorded_best(directory, row) == step):
         return False
@@ -230,7 +236,8 @@ def keep_if_best(context: RunContext, cursor: Cursor, row: dict[str, Any]) -> bo
 def save(context: RunContext, cursor: Cursor, decision: Decision, stop_requested: bool, last_save: float) -> bool:
     """Save what is due after a step, or at the start of the next phase: a snapshot, a checkpoint; return whether a
     checkpoint was begun. ``decision``: after the step. ``stop_requested``: whether the run was asked to stop.
-    ``last_save``: time of the last checkpoint, by the monotonic clock of process 0."""
+    ``last_save``: time of the last checkpoint, by the monotonic clock of process 0.
+    """
     step, store, schedule = cursor.step, context.store, context.schedule
     minutes = context.peers.first(lambda: (time.monotonic() - last_save) / 60)
     overdue = 0 < context.run.output.checkpoint_minutes <= minutes
@@ -266,7 +273,8 @@ def save_after_failure(
 ) -> tuple[int, str]:
     """Save the state before a step that failed, if no update has replaced it; return the exit code, and why it ends.
     ``cursor``: as the step has left it. ``host``, ``updates``: as before it. ``reason``: of the failure. Stopped: the
-    run has several processes, of which the others may not be there to save."""
+    run has several processes, of which the others may not be there to save.
+    """
     intact = not any(x.is_deleted() for x in jax.tree.leaves(cursor.state)) and updates == count_updates(cursor.state)
     message = f"{reason}; the steps since its last checkpoint are lost: {RESUME_HINT}"
     if context.peers.count > 1:
@@ -290,7 +298,8 @@ def profile_step(context: RunContext, step: int) -> Generator[None]:
 
 def save_partial(context: RunContext, cursor: Cursor) -> None:
     """Save the state before a step that was begun, and what it carries so far: as a checkpoint, or, if that state has
-    one already, beside it."""
+    one already, beside it.
+    """
     store, records = context.store, cursor.stage.records
     context.progress.status("saving")
     store.wait()
@@ -305,7 +314,8 @@ def agreed_to_stop(
     peers: Peers, stop: Preemption, step: int, common: Iterable[np.ndarray], row: dict[str, Any]
 ) -> bool:
     """Whether any process was asked to stop after this step; ``common``: arrays that must be equal on all processes.
-    Disagreement: the processes have sampled, scored or learned differently."""
+    Disagreement: the processes have sampled, scored or learned differently.
+    """
     learned = repr([row.get(name) for name in ("loss", "grad_norm", "kl_coef", "critic/loss")])
     peers.check_same(f"samples, scores or gradients in step {step}", codec.digest_of_parts([learned, *common]))
     return any(peers.gather(stop.asked))

@@ -1,6 +1,7 @@
 """State of a run in progress: the parts fixed while it trains, its position, the host state in its checkpoints, and
 requests to it. The state of a phase is fresh, another run's, restored, or carried over; a rollback restores as a resume
-does."""
+does.
+"""
 
 import contextlib
 import dataclasses
@@ -53,7 +54,8 @@ class LoopState:
     """The host state of the loop, saved with the device state. ``carry``: what the last step passes to the next one;
     None before the first. ``memory``: of each rule. ``coefficients``: of the loss, for the next step, where a rule
     moves them. ``problems``: fingerprints of those that the run, or its phase, began with; empty between two phases.
-    ``phase``: its number, from 0."""
+    ``phase``: its number, from 0.
+    """
 
     carry: Any = None
     memory: Memory = dataclasses.field(default_factory=dict)
@@ -64,7 +66,8 @@ class LoopState:
     @classmethod
     def from_json(cls, data: dict[str, Any], records: Sequence[type]) -> "LoopState":
         """Rebuild the state from the JSON values in a checkpoint. ``records``: the dataclasses in it. InputError: it
-        cannot be read."""
+        cannot be read.
+        """
         try:
             return cls(**codec.from_json(data, records))
         except (ValueError, TypeError) as error:
@@ -79,7 +82,8 @@ class RunContext:
     model's. ``schedule``: of evaluations and checkpoints. ``store``: of checkpoints. ``progress``: the display for
     people. ``writer``: of the files; None but on the first process. ``tracker``: the input of guards, on process 0;
     None without guards. ``stop``: whether the run was asked to stop. ``update_s``: seconds of the last step's updates;
-    infinite before the first one of this process."""
+    infinite before the first one of this process.
+    """
 
     run: Configuration
     directory: Path
@@ -138,7 +142,8 @@ def open_context(
     voice: Verbosity,
 ) -> Generator[RunContext]:
     """Open a run's devices, files and terminal output while it trains; only the first process writes and prints. The
-    arguments are fields of ``RunContext``; ``resumed``: it has begun before, with a checkpoint or without one."""
+    arguments are fields of ``RunContext``; ``resumed``: it has begun before, with a checkpoint or without one.
+    """
     mesh = make_mesh(run.mesh)
     moved = steps_moved(directory, start, peers)
     schedule = Schedule(run.steps, run.evaluation.every, run.output.checkpoint_every, moved)
@@ -166,7 +171,8 @@ def open_context(
 
 STEP_PROGRESS = "underway.json"
 """A file in the run's folder: the host state of a step that was stopped within its sampling, and the checkpoint that
-the step begins with."""
+the step begins with.
+"""
 
 
 def write_step_progress(directory: Path, step: int, host: dict[str, Any]) -> None:
@@ -177,7 +183,8 @@ def write_step_progress(directory: Path, step: int, host: dict[str, Any]) -> Non
 
 def read_step_progress(directory: Path, step: int) -> dict[str, Any] | None:
     """Return the host state that was written for the step after this one; None without it. It belongs to one
-    checkpoint: a run that went back further may have saved this step anew, with other weights."""
+    checkpoint: a run that went back further may have saved this step anew, with other weights.
+    """
     progress = parse_step_progress(directory)
     return progress.get("host") if progress.get("checkpoint") == checkpoint_mark(directory, step) else None
 
@@ -201,7 +208,8 @@ def checkpoint_mark(directory: Path, step: int) -> list[Any]:
 
 def remove_old_best(directory: Path) -> None:
     """Remove the models of earlier best evaluations, but for those that were the best as of a checkpoint: a run that
-    resumes or rolls back to it still has them."""
+    resumes or rolls back to it still has them.
+    """
     if steps_in(directory / BEST) and recorded_best(directory) in (0, *kept(directory)):
         if storage.address(directory):  # its row is there too before an older one goes
             lease.before_commit(directory)
@@ -236,7 +244,8 @@ def remove_settled(directory: Path, memory: Memory) -> None:
 
 def remove_reset_request(directory: Path, memory: Memory) -> None:
     """Remove the request once a complete checkpoint has its result. A run that is killed before that resumes without
-    the result, and finds the file again. ``memory``: of the run's rules."""
+    the result, and finds the file again. ``memory``: of the run's rules.
+    """
     done_request = memory.get(BY_HAND, {})
     request = read_reset_request(directory).get(ASKED)
     same = request is not None and request["id"] == done_request.get("id")
@@ -247,7 +256,8 @@ def remove_reset_request(directory: Path, memory: Memory) -> None:
 def load_phase(context: RunContext, number: int, cursor: Cursor | None, resources: Any) -> Cursor:
     """Return the position before the first step of phase ``number``; everything that may refuse the run is tried before
     any output. ``cursor``: where the phase before has ended, None for this process's first; ``resources``: of the
-    stage."""
+    stage.
+    """
     all_phases, mesh, progress, start = context.run, context.mesh, context.progress, context.start
     run = configs.in_phase(all_phases, number)
     if cursor is None:
@@ -296,7 +306,8 @@ def policy_base(state: TrainState) -> Any:
 
 def add_phase_rule(stage: Stage, run: configs.Configuration, number: int) -> Stage:
     """Return the stage with the rule that ends its phase, or the run in its last one; if another phase follows, the end
-    of a solved run ends only the phase."""
+    of a solved run ends only the phase.
+    """
     if not isinstance(run, configs.Run):
         return stage
     phase, *later = configs.phases_of(run)[number:]
@@ -341,7 +352,8 @@ def create_or_restore(
 
 def load_carry(run: configs.Configuration, stage: Stage, weights: configs.Start, note: Callable[[str], None]) -> Any:
     """Return what the other run's checkpoint leaves to the first step of this one. InputError: the same task has other
-    problems than it had there."""
+    problems than it had there.
+    """
     host = LoopState.from_json(host_state(weights), stage.records)
     config = configs.read(weights.directory / "config.json", own=False)
     before: Any = configs.in_phase(config.pinned, host.phase)
@@ -357,7 +369,8 @@ def restore_state(
     store: Checkpoints, step: int, like: TrainState, mesh: Any, base: Any, stage: Stage
 ) -> tuple[TrainState, LoopState]:
     """Return the device state and the host state of a checkpoint; missing coefficients are the stage's own. The
-    arguments are those of ``Checkpoints.restore``, and the stage of the steps that follow."""
+    arguments are those of ``Checkpoints.restore``, and the stage of the steps that follow.
+    """
     state, host_values = store.restore(step, like, mesh, base)
     host = LoopState.from_json(host_values, stage.records)
     host.coefficients = dict(stage.coefficients) | host.coefficients
@@ -370,7 +383,8 @@ def take_weights(
 ) -> TrainState:
     """Return a fresh state with the policy and reference of another run's checkpoint or snapshot, and with its
     optimiser state if that exists and has the same settings. InputError: the other run's model or adapter is of another
-    kind."""
+    kind.
+    """
     other = configs.read(weights.directory / "config.json", own=False).run
     old = configs.whole(other.learner)
     origin = f"step {weights.step} of {weights.run}"
@@ -405,7 +419,8 @@ def take_other_roles(
     state: TrainState, others: Sequence[NewRole], step_directory: Path, mesh: Any, note: Callable[[str], None]
 ) -> TrainState:
     """Return the state with its other roles taken from the same checkpoint as the policy, with fresh optimisers. A role
-    that the checkpoint lacks, or has in other shapes, begins from the borrowed policy, unless it names a model."""
+    that the checkpoint lacks, or has in other shapes, begins from the borrowed policy, unless it names a model.
+    """
     for other in others:
         params = state.roles[other.name].params
         layout = jax.tree.map(lambda array: array.sharding, params)
@@ -427,7 +442,8 @@ def roll_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> 
     """Roll back to the newest whole checkpoint of this phase before the step that a guard names; return the decision
     with the result: to stop, without such a checkpoint. Data and update counts continue from here, so that no two
     policies share a version. Groups of the abandoned policy are dropped; for the rules' memory see
-    ``memory_after_rollback``."""
+    ``memory_after_rollback``.
+    """
     host, before = cursor.host, int(decision.rollback or 0)
     context.store.wait()
     folder = context.directory / CHECKPOINTS
@@ -479,7 +495,8 @@ def newest_before(checkpoints: Path, step: int, phase: int, due: Callable[[int],
 def memory_after_rollback(then: rules.Memory, now: rules.Memory, undone: int) -> rules.Memory:
     """Return the rules' memory after a rollback of ``undone`` steps: that of the checkpoint, with the current memory of
     guards, phase length and new requests. The reference is as old as at the checkpoint, and later requests are still
-    pending."""
+    pending.
+    """
     memory = dict(then)
     if rules.OF_GUARDS in now:
         memory[rules.OF_GUARDS] = now[rules.OF_GUARDS]
@@ -501,7 +518,8 @@ def next_phase(run: configs.Configuration, stage: Stage, state: TrainState, host
     """Return the state at the start of the run's next phase: with a reference if it needs one, reset if it says so.
     ``stage``: of the phase that has ended. ``state``: donated. ``host``: updated: if recipe and constraints stay equal,
     coefficients moved by rules and the memory of the entropy's controller are kept; always the learning rate scale
-    after a rollback. Else the rules' memory is cleared, except for ``KEPT_ACROSS_PHASES``."""
+    after a rollback. Else the rules' memory is cleared, except for ``KEPT_ACROSS_PHASES``.
+    """
     before: Any = configs.in_phase(run, host.phase)
     host.phase += 1
     after: Any = configs.in_phase(run, host.phase)
