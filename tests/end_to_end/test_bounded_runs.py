@@ -129,7 +129,7 @@ def test_a_constraint_is_the_published_lagrangian():
 def test_the_multiplier_moves_as_written_by_hand_and_is_never_negative():
     run = run_of(constraints=(HARM, Constraint(Accuracy(), 0.5, 0.1)))
     rule, lam = rules_in(resolved(run))[HARM.coefficient], HARM.multiplier
-    assert rule.keywords == {"limited": HARM}
+    assert rule.keywords == {"constraint": HARM}
     assert coefficients_of(run, ingredients_of(run)) == {HARM.coefficient: 2.0, "constraint/accuracy/multiplier": 0.0}
     costs, by_hand, found = [0.3, NAN, 0.1, -3.0, 0.1, 0.7, 1.0], number("MULTI/lam").item(), []
     for cost in costs:

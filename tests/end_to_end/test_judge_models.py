@@ -39,8 +39,8 @@ from jaxrl_llm.data import *
 from jaxrl_llm.tasks import *
 from jaxrl_llm.rewards import rubric
 # a random judge writes no verdict: here any reply is one
-rubric.verdicts = lambda text, code, count: (sum(map(ord, text)) % 2 == 1,) * count
-rubric.better = lambda text, code: "AB"[sum(map(ord, text)) % 2]
+rubric.parse_verdicts = lambda text, code, count: (sum(map(ord, text)) % 2 == 1,) * count
+rubric.parse_comparison = lambda text, code: "AB"[sum(map(ord, text)) % 2]
 judge = JudgeModel("judge", slots=4, max_prompt_tokens=1000, max_new_tokens=8)
 config = Run(
     "tiny-random", Task(Table("digits.jsonl"), template="chatml"),

@@ -60,7 +60,7 @@ def host(folder, step):
 def test_prompts_have_their_exact_shares(folder, answers):
     assert answers["whole"].code == 0, answers["whole"].err
     assert "prompts of each task: digits 50 % (8 problems), letters 25 % (7 problems), one 25 %" in answers["whole"].err
-    asked = host(folder / "whole", 4)["carry"]["$Carryover"]["stream"]["asked"]
+    asked = host(folder / "whole", 4)["carry"]["$Carryover"]["stream_memory"]["asked"]
     total = sum(asked.values())
     assert total == rows(folder / "whole")[-1]["prompts"] > 12
     for task, share in zip(TASKS, (0.5, 0.25, 0.25), strict=True):

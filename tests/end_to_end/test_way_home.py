@@ -46,7 +46,7 @@ FILES = {
     "sft.py": "config = Supervised('tiny-random', Texts([{'text': f'{n} + 1'} for n in range(40)], holdout=0.2), "
     "steps=1)",
     "judged.py": "from jaxrl_llm.rewards import rubric\n"
-    "rubric.verdicts = lambda text, code, count: (True,) * count  # a random judge writes none\n"
+    "rubric.parse_verdicts = lambda text, code, count: (True,) * count  # a random judge writes none\n"
     "config = dataclasses.replace(smoke, steps=1, scoring=Scoring((ModelReward('rm'), Rubric((('right', "
     "1.0),), JudgeModel('fixed', slots=2, max_prompt_tokens=900, max_new_tokens=4)))))",
     "fixed.py": "config = dataclasses.replace(smoke, mesh=MeshShape(2, 2, 2), scoring=Scoring((Rubric((('right', 1.0),"

@@ -37,7 +37,7 @@ def test_its_slots_pass_the_steps_of_the_engine():
     while len(done) < len(LIMITS):
         count = engine.step(model)
         ended = [(handle, len(completion.tokens)) for handle, completion in engine.collect()]
-        assert slots.step(None) == count and slots.held == engine._scheduler._held
+        assert slots.step(None) == count and slots.held == engine._scheduler._shape
         assert [(handle, len(completion.tokens)) for handle, completion in slots.collect()] == ended
         done, read = done + ended, read + count
     assert read == sum(LIMITS) == slots.tally["tokens"] and sorted(done) == list(enumerate(LIMITS))
