@@ -50,7 +50,6 @@ RENAMED = {
     "idle": "stalled_stops",
     "$Solved": "$ProblemSuccesses",
     "share": "mean_credit",
-    "evaluation 7e03e15cec7e9213": "evaluation 5f3c20b90a5276b1",  # by the paths of its classes
 }
 """New names of metrics, arrays and host values by their names at the other revision."""
 CHAINS: dict[str, tuple[str, ...]] = {

@@ -102,8 +102,12 @@ def of_steps(step: Path, other: Path, renamed: Mapping[str, str] = NO_NAMES) -> 
 
 
 def _renamed(value: Any, renamed: Mapping[str, str]) -> Any:
+    """Return the values by their new names, and fingerprints of evaluations without the digest of their settings: it
+    holds the modules of classes, which move.
+    """
     if isinstance(value, dict):
-        return {renamed.get(key, key): _renamed(inner, renamed) for key, inner in value.items()}
+        names = {key: re.sub(r"^evaluation [0-9a-f]{16}$", "evaluation", renamed.get(key, key)) for key in value}
+        return {names[key]: _renamed(inner, renamed) for key, inner in value.items()}
     return [_renamed(inner, renamed) for inner in value] if isinstance(value, list) else value
 
 
