@@ -214,6 +214,7 @@ class Output(Setting):
 
 
 def check_model(model: str) -> None:
+    """Refuse an empty name of a model (InputError)."""
     require(
         bool(model), "model is empty: give a Hugging Face directory, a .gguf file, a built-in name, a hub id or RUN"
     )

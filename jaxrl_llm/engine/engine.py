@@ -237,10 +237,12 @@ class Engine:
 
 
 def use_mesh(mesh: Mesh | None) -> AbstractContextManager:
+    """Return a context in which the mesh is set; without one nothing is."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
 
 
 def structure_of(model: Decoder) -> tuple:
+    """Return the model's tree, with the shapes and dtypes of its leaves: equal for weights that one program takes."""
     leaves, structure = jax.tree.flatten(model)
     return structure, tuple((x.shape, np.dtype(x.dtype)) for x in leaves)
 

@@ -142,6 +142,7 @@ def last_tokens(completion: Completion, start: int) -> Completion:
 
 
 def slice_tokens(completion: Completion, span: slice) -> Completion:
+    """Return the completion with these of its tokens."""
     fields = {name: getattr(completion, name)[span] for name in TOKEN_FIELDS}
     extras = {name: array[span] for name, array in completion.extras.items()}
     return Completion(

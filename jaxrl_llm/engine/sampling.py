@@ -233,6 +233,7 @@ class Tail(NamedTuple):
 
 
 def confident_logp(repetition: Repetition) -> np.float32:
+    """Return the logarithm of the rule's probability, nats; -inf for 0."""
     with np.errstate(divide="ignore"):
         return np.log(np.float32(repetition.probability))
 

@@ -180,6 +180,7 @@ def check_step(value: Any) -> Step:
 
 
 def check_copy(value: Any) -> Environment:
+    """Return an environment's copy of itself; TypeError if it is none."""
     if not isinstance(value, Environment):
         raise TypeError(f"it returned a {type(value).__name__}; return an Environment")
     return value

@@ -191,6 +191,7 @@ def packed_shapes(samples: Sequence[Sample], layout: Layout, objectives: Sequenc
 
 
 def is_counted(objective: str, sample: Sample) -> bool:
+    """Whether the objective counts the sample."""
     return sample.counted_by is None or objective in sample.counted_by
 
 
@@ -403,6 +404,7 @@ def write_microbatch(packed: Packed, batch: list[list[Piece]], samples: Sequence
 def write_tokens(
     rows: TokenRows, row: int, column: int, tokens: np.ndarray, position: int, group: int, branch: int
 ) -> None:
+    """Write tokens into a row from a column on, at consecutive positions."""
     at = (row, slice(column, column + len(tokens)))
     rows.tokens[at] = tokens
     rows.positions[at] = position + np.arange(len(tokens))

@@ -74,6 +74,7 @@ def with_replayed_routes(packed: Packed, mode: str, model: Any, compute: Compute
 
 @jax.jit
 def routes_of_sampler(experts: jax.Array, is_known: jax.Array) -> jax.Array:
+    """Return the recorded experts, int16[M, R, S, L, k]; -1 where none are known."""
     return jnp.where(is_known[..., None, None], experts.astype(jnp.int16), jnp.int16(-1))
 
 

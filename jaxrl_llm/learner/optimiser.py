@@ -75,6 +75,7 @@ def build(config: Optimiser) -> optax.GradientTransformation:
 
 
 def adam(moments: Moments) -> optax.GradientTransformation:
+    """Return Adam's scaling, with the first moment in its own dtype."""
     return store_moment_as(optax.scale_by_adam(moments.b1, moments.b2, moments.eps), "mu", moments.dtype)
 
 
@@ -132,6 +133,7 @@ def store_moment_as(inner: optax.GradientTransformation, field: str, dtype: str)
 
 
 def muon_dimensions(path: tuple, x: Any) -> contrib.MuonDimensionNumbers:
+    """Return which axes of a stack of matrices are summed over, and which are made."""
     inputs = input_axes(path, x)
     return contrib.MuonDimensionNumbers(tuple(range(1, 1 + inputs)), tuple(range(1 + inputs, x.ndim)))
 

@@ -263,6 +263,7 @@ def copy_params(params: Any) -> Any:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def mix_params(reference: Any, policy: Any, share: jax.Array) -> Any:
+    """Return ``(1 - share) reference + share policy``, computed in float32, in the dtypes of the reference."""
     wide = optax.tree.cast((reference, policy), jnp.float32)
     return jax.tree.map(lambda old, r, p: (r + share * (p - r)).astype(old.dtype), reference, *wide)
 
@@ -486,6 +487,7 @@ def split_minibatches(groups: Sequence[Sequence[Sample]], parts: int) -> list[li
 
 
 def is_applied(row: Metrics) -> bool:
+    """Whether the update of these metrics was applied."""
     return not any(refused for name, refused in row.items() if name.startswith("refused/"))
 
 

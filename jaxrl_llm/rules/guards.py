@@ -419,6 +419,7 @@ def has_no_score(row: Row) -> bool:
 
 
 def report_no_signal(reason: str) -> Decision:
+    """Return a decision that only reports that a step teaches nothing."""
     return Decision(events={"event/teaches_nothing": reason})
 
 
@@ -672,6 +673,7 @@ def stalls(row: Row, memory: Mapping[str, Any], every: int, test: str, until: St
 
 
 def reset_decision(resets: Resets, reference: bool, optimiser: bool, reason: str = "") -> Decision:
+    """Return the decision to reset the reference, the optimiser, or both."""
     events: dict[str, bool | str] = {REFERENCE_RESET: reason or True} if reference else {}
     events |= {"event/optimiser_reset": True} if optimiser else {}
     return Decision(

@@ -197,6 +197,7 @@ def remove_step_progress(directory: Path) -> None:
 
 
 def parse_step_progress(directory: Path) -> dict[str, Any]:
+    """Return the saved progress of an unfinished step; {} without any."""
     path = directory / STEP_PROGRESS
     return json.loads(path.read_bytes()) if path.exists() else {}
 
