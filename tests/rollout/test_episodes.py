@@ -530,9 +530,11 @@ def test_an_environment_that_answers_otherwise_begins_its_episode_anew_and_is_co
     under = [c for group in left.step_progress["open_groups"].values() for c in group.completions if c and c.episode]
     answered = sum(bool(c.episode.turns) and not c.episode.end for c in under)
     assert answered
-    found = collect_groups(sampler(Forgetful), loaded()[0], 4, left)
+    found = collect_groups(sampler(Forgetful), loaded()[0], 5, left)
     assert found.metrics["episode/restarts"] == answered
     assert {one.episode.end for one in completions(found.groups)} == {"completed"}
+    anew = [one for one in completions(found.groups) if one.episode.restarts]
+    assert {int(v) for one in anew for v in one.version} == {5}, "tokens of before the restart were kept"
 
 
 def test_a_prompt_that_is_too_long_is_an_episode_without_tokens_and_its_place_is_given_to_another():
