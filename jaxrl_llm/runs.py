@@ -1,4 +1,9 @@
-"""Models by name, including those of runs: the result of one run's training can be the start of the next."""
+"""Models by name, including those of runs: the result of one run's training can be the start of the next.
+
+Another run may be trained further, and a directory overwritten. So config.json records for each model that a run reads
+the step that ``RUN`` means and a fingerprint of the weights (``config.Pin``), decided when the run begins and kept at
+each later start.
+"""
 
 import contextlib
 import contextvars
@@ -183,6 +188,12 @@ def current_phase(directory: Path) -> int:
     """Return the number of a run's current phase: each begins with a checkpoint or a snapshot."""
     places = kept(directory)
     return phase_of(places[max(places)]) if places else 0
+
+
+MODEL_CHECKER: contextvars.ContextVar[Callable[[str, str, Any], None] | None] = contextvars.ContextVar(
+    "model_checker", default=None
+)
+"""Checks the models of the run in training, in this thread: ``load_model`` calls it with what it reads."""
 
 
 def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
@@ -467,9 +478,3 @@ def model_checker(loaded: LoadedConfig, directory: Path, peers: Peers) -> Callab
             peers.first(lambda: settle(names[place], dtype, digest))
 
     return check
-
-
-MODEL_CHECKER: contextvars.ContextVar[Callable[[str, str, Any], None] | None] = contextvars.ContextVar(
-    "pins", default=None
-)
-"""Checks the models of the run in training, in this thread: ``load_model`` calls it with what it reads."""

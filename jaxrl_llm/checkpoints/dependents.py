@@ -1,6 +1,7 @@
 """Steps that other runs depend on: a run keeps those of other runs that it needs, and leaves a note beside each.
+
 ``RUN/needs/OTHER-MARK`` is a run to all who read it: the config.json of the other run, and the step of it whose files
-have this mark (``integrity.mark``), as hard links where the disk allows it. ``OTHER/dependents`` holds a note for each
+have this mark (``step_files.mark``), as hard links where the disk allows it. ``OTHER/dependents`` holds a note for each
 such step of each run, so that it stays as long as the dependent run exists.
 """
 

@@ -157,8 +157,8 @@ class Checkpoints(contextlib.AbstractContextManager):
         self.wait()
         place = self._directory / str(step)
         has_base = like.policy.base is not None
-        roles = like.with_role("policy", base=None)
-        state = restore_parts(place, roles, mesh, base if has_base else None, complete=True)
+        without_base = like.with_role("policy", base=None)
+        state = restore_parts(place, without_base, mesh, base if has_base else None, complete=True)
         if has_base:
             state = state.with_role("policy", base=jax.device_put(base, shardings(base, mesh)))
         return state, read_host(place)

@@ -404,8 +404,8 @@ def collect_batch(answerer: Answerer, plan: CollectionPlan, first: int, status: 
     if plan.kind == "steps":
         rows, extra_tokens = _label_steps(answerer, plan, first, answers, requests, done, status)
     else:
-        scenes = [EpisodeSpec((i, 0), problem, 0) for i, problem in enumerate(problems)]
-        openings = answerer.episodes.openings(scenes) if answerer.episodes else ()
+        specs = [EpisodeSpec((i, 0), problem, 0) for i, problem in enumerate(problems)]
+        openings = answerer.episodes.openings(specs) if answerer.episodes else ()
         for i, opening in enumerate(openings):
             problems[i] = dataclasses.replace(problems[i], prompt=tuple(opening["prompt"]))
         rows = [make_rows(p, a, plan.data, plan.kind) for p, a in zip(problems, answers, strict=True)]

@@ -1,4 +1,4 @@
-"""Validation of a configuration before anything is loaded."""
+"""Validation of a configuration before anything is loaded, and notes on settings without effect."""
 
 import dataclasses
 import math

@@ -224,7 +224,7 @@ def chosen(run: Configuration) -> list[str]:
 
 
 def write(path: Path, data: dict[str, Any]) -> None:
-    """Write a config.json, atomically; one that names code of its own is signed (``trust.py``)."""
+    """Write a config.json, atomically; one that names code of its own is signed (``origin.signed``)."""
     with new_file(path) as part:
         part.write_text(json.dumps(signed(data, origin_of(data)), indent=1))
 

@@ -1,7 +1,12 @@
 """The origin of a run: recorded in config.json next to the settings, so that its files are found from anywhere.
 
 A person's own modules next to a configuration stay importable for the life of the process, and config.json names them.
-Reading a run executes them only for values of their classes, if this user made the run or trusts it (trust.py).
+Reading a run executes them only for values of their classes, if this user made the run or trusts it.
+
+A run that this user made here has a signature: an HMAC (RFC 2104, SHA-256) of its config.json, which has the SHA-256 of
+each copied module (``config.code``), and of the files of code that is not copied, by a key in the user's cache
+directory that nobody else can read. A run without the right signature, or with other copies, is refused, unless the
+user says that its code may be executed (``trusting``).
 """
 
 import contextlib
@@ -357,7 +362,12 @@ def find_class(name: str, origin: Origin | None) -> type | None:
     """
     module_name, _, path = name.partition(":")
     if module_name.partition(".")[0] == OURS:
-        module = importlib.import_module(module_name)
+        try:
+            module = importlib.import_module(module_name)
+        except ModuleNotFoundError as error:
+            if error.name != module_name:  # a library is missing
+                raise
+            return None
     elif origin is not None and module_name in origin.modules:
         module = own_module(module_name, origin)
     else:
@@ -607,6 +617,7 @@ def _file_of(package: str, origin: Origin) -> str:
 
 
 def _signature(key: bytes, bare: Mapping[str, Any], code: Mapping[str, str]) -> str:
+    """Return the HMAC of a config.json without its signature, and of the files of code that is not copied."""
     text = json.dumps([bare, sorted(code.items())], sort_keys=True)
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 

@@ -653,12 +653,12 @@ def stalled(run: History) -> Finding | None:
     """Find a run without a rise of reward or evaluation for at least half of it, far from perfect; or one that lost
     most of its best reward and evaluation.
     """
-    if finding := lost(run):
-        return make_finding("stalled", finding.step, LOST, best=short(finding.best), now=short(finding.now))
-    finding = plateau(run)
-    if finding is None or (run.last < run.planned and run.last - finding.step < run.planned / 2):
+    if fall := lost(run):
+        return make_finding("stalled", fall.step, LOST, best=short(fall.best), now=short(fall.now))
+    flat = plateau(run)
+    if flat is None or (run.last < run.planned and run.last - flat.step < run.planned / 2):
         return None
-    return make_finding("stalled", finding.step, last=run.last, best=short(finding.best), now=short(finding.now))
+    return make_finding("stalled", flat.step, last=run.last, best=short(flat.best), now=short(flat.now))
 
 
 RULES: dict[str, Callable[[History], Finding | None]] = {

@@ -1,6 +1,6 @@
 """Series of numbers from a run's rows, by the pinned names of metrics, and their lasting changes. A change is measured
-against the run's own past, in windows of medians. Trends of a run: whether it learns, which excuses much that would
-else be a trouble; whether it has stalled, or has lost its progress.
+against the run's own past, in windows of medians. The series also tell whether a run learns, which excuses much that
+would else be a trouble, has stalled, or has lost its progress.
 """
 
 import dataclasses
@@ -187,7 +187,7 @@ def noise(values: np.ndarray) -> float:
 
 
 def change_point(series: Series, limit: Limit, up: bool, relative: bool = False) -> ChangePoint | None:
-    """Find the change after which a series of at least ``MIN_LOOP_TOKENS`` measurements is bad up to its end; None
+    """Find the change after which a series of at least ``FEWEST`` measurements is bad up to its end; None
     without one. ``limit``: maps the lowest level so far (the highest, for a series that falls) to the bound of bad
     values. ``up``: whether growth is bad; else decline. ``relative``: whether its beginning is judged by factors, not
     by differences.

@@ -346,9 +346,9 @@ class Scheduler:
 
     def run(self, model: Decoder) -> tuple[Draw, jax.Array]:
         """Send a chunk to the device; return the tokens it samples, and which slots are active after it."""
-        spec, rules = self._spec, draw_options(self._sampling)
+        spec, options = self._spec, draw_options(self._sampling)
         self._state, outputs = run_chunk(
-            model, self._state, self._rules, spec.chunk, rules, spec.group, spec.mesh, self._shape.columns, spec.form
+            model, self._state, self._rules, spec.chunk, options, spec.group, spec.mesh, self._shape.columns, spec.form
         )
         return outputs
 
@@ -416,7 +416,7 @@ def plan_slots(
     previous: SlotShape | None,
     unread: bool,
 ) -> tuple[SlotShape, dict[int, Request], tuple[np.ndarray, np.ndarray] | None, np.ndarray | None]:
-    """Give the requests taken slots and blocks beside those that run, in a batch of the size that all need.
+    """Give the admitted requests slots and blocks beside those that run, in a batch of the size that all need.
     ``previous``: shape of the chunk before, None for the first; ``unread``: whether that chunk has not been read yet.
 
     Returns the shape of the next chunk's slots and blocks; its requests by slot, each with its lane; order and source
@@ -487,7 +487,7 @@ def chunk_rows(needed: int, slots: int, parts: int) -> int:
 
 
 def rows_and_blocks(spec: EngineSpec, requests: list[Request], previous: SlotShape | None) -> tuple[int, int]:
-    """Return slots and minimum blocks; once no request can take long, the slots are those held, all, or a part."""
+    """Return slots and minimum blocks; once no request can take long, slots are as before, all, or a part."""
     slots = spec.slots
     blocks = 0
     parts = 1 if spec.mesh is None else batch_parts(spec.mesh)
@@ -519,8 +519,9 @@ def pop_next(
     waiting: dict[Hashable, collections.deque[Request]] = collections.defaultdict(collections.deque)
     for request in near:
         waiting[request.prompt.key].append(request)
-    homes = [dict.fromkeys(request.prompt.key for request in members) for members in requests_by_part(running, shape)]
-    room = slots // shape.parts - np.array([len(members) for members in requests_by_part(running, shape)])
+    parts = requests_by_part(running, shape)
+    homes = [dict.fromkeys(request.prompt.key for request in members) for members in parts]
+    room = slots // shape.parts - np.array([len(members) for members in parts])
     admitted: list[Request] = []
     for part in np.argsort(-room, kind="stable"):
         started = set().union(*homes)

@@ -16,7 +16,7 @@ class Repetition:
     Attributes:
       longest_period: the longest run of n tokens checked for repetition; sets compiled shapes.
       times: end where the last n tokens, for any n up to ``longest_period``, repeat this many times in a row.
-      probability: end where the last ``tail`` tokens each had a larger one under the policy at temperature 1.
+      probability: end where each of the last ``tail`` tokens had a larger one under the policy at temperature 1.
       tail: MiniMax-M1 takes 3000 tokens above 0.99 (arXiv 2506.13585, section 3.2).
       learn: whether the loss counts completions that are ended so. If not, their rewards still count, which
         ``RepetitionPenalty`` lowers.

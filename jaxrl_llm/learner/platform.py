@@ -214,11 +214,11 @@ def utilisation(
     if chip is None:
         return {}
     flops = 0.0
-    for role in training:
-        updates = row["updates" if role.role == "policy" else f"{role.role}/updates"]
-        params = state.roles[role.role].params
+    for trained in training:
+        updates = row["updates" if trained.role == "policy" else f"{trained.role}/updates"]
+        params = state.roles[trained.role].params
         adapter = optax.tree.size(params) if isinstance(params, Adapter) else None
-        model = model_of(state, role.role)
+        model = model_of(state, trained.role)
         tokens, pairs, predictions = count_work(model.config, groups)
         predictions = 0 if isinstance(model, ScalarModel) else predictions
         epochs = updates / max(min(minibatches, len(groups)), 1)

@@ -366,9 +366,9 @@ def learn(
       one), NaN without any; ``updates`` counts them, ``updates/not_finite`` those refused for their loss or gradient,
       and ``not_finite/...`` is what was not finite. Names of other roles' metrics begin with the role's name.
     """
-    objectives = tuple(objective.name for role in training for objective in role.objectives)
-    needed = set().union(*(role.needs for role in training))
-    learns_policy = any(role.role == "policy" for role in training)
+    objectives = tuple(objective.name for trained in training for objective in trained.objectives)
+    needed = set().union(*(trained.needs for trained in training))
+    learns_policy = any(trained.role == "policy" for trained in training)
     measure_kl = measure_kl and learns_policy
     has_reference = state.reference is not None and not monitor_kl
     kl_to = {"ref_logp" if has_reference else "old_logp"} if measure_kl else set()
@@ -383,18 +383,18 @@ def learn(
         measured = expert_load([s for group in groups for s in group], model_of(state).config.experts)
         measured |= kl_to_reference(state, batches, forward) if monitor_kl else {}
     coefficients = {"temperature": forward.temperature} | coefficients
-    rows: dict[str, list[Metrics]] = {role.role: [] for role in training}
-    for epoch, packed in iterate_epochs(batches, max(role.passes(settings) for role in training), seed):
-        learning = [role for role in training if epoch < role.passes(settings)]
+    rows: dict[str, list[Metrics]] = {trained.role: [] for trained in training}
+    for epoch, packed in iterate_epochs(batches, max(trained.passes(settings) for trained in training), seed):
+        learning = [trained for trained in training if epoch < trained.passes(settings)]
         state, refused = update_roles(state, packed, settings, learning, coefficients, rows)
         if refused:
             break
     measured |= kl_of_policy(state, batches, forward) if measure_kl else {}
     metrics = {"updates": 0.0} | count_not_finite(groups)
     metrics |= {name: float(metric) for name, metric in jax.device_get(measured).items()}
-    for role in training:
-        prefix = "" if role.role == "policy" else f"{role.role}/"
-        metrics |= {prefix + name: metric for name, metric in summarise_updates(rows[role.role], settings).items()}
+    for trained in training:
+        prefix = "" if trained.role == "policy" else f"{trained.role}/"
+        metrics |= {prefix + name: metric for name, metric in summarise_updates(rows[trained.role], settings).items()}
     return state, metrics
 
 
@@ -422,11 +422,11 @@ def update_roles(
     """
     frozen = state.frozen
     state = state._replace(frozen={})
-    for role in training:
-        updates, numbers = rows[role.role], coefficients
-        if settings.target_kl is not None and role.role == "policy":
+    for trained in training:
+        updates, numbers = rows[trained.role], coefficients
+        if settings.target_kl is not None and trained.role == "policy":
             numbers = numbers | {"target_kl": settings.target_kl if any(map(is_applied, updates)) else math.inf}
-        state, metrics = role.update(state, role.reads(packed), numbers)
+        state, metrics = trained.update(state, trained.reads(packed), numbers)
         updates.append({name: float(metric) for name, metric in jax.device_get(metrics).items()})
         if updates[-1]["refused/not_finite"] or updates[-1].get("refused/far"):
             return state._replace(frozen=frozen), True

@@ -289,10 +289,10 @@ def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
     scalar = jax.ShapeDtypeStruct((), np.float32)
     for planned in arrays.learned:
         if planned.name == name:
-            role = planned.training
-            coefficients = dict.fromkeys(target.outline.coefficients[role.role], scalar)
+            trained = planned.training
+            coefficients = dict.fromkeys(target.outline.coefficients[trained.role], scalar)
             with jax.set_mesh(target.mesh):
-                return role.update.lower(arrays.state, role.reads(arrays.packed), coefficients)
+                return trained.update.lower(arrays.state, trained.reads(arrays.packed), coefficients)
     for planned_pass in arrays.passes:
         if planned_pass.name == name:
             with jax.set_mesh(planned_pass.forward.mesh):

@@ -645,7 +645,7 @@ class Episodes:
         return self._peers is None or hash(root) % self._peers.count == self._peers.index
 
     def _call_on_owners(self, call: Callable[[EpisodeSpec], Any], specs: Sequence[EpisodeSpec]) -> list[Any]:
-        """Call a function for each scene, on the process that has its environment; return the results on all."""
+        """Call a function for each spec, on the process that has its environment; return the results on all."""
         local = [index for index, spec in enumerate(specs) if self._is_local(spec.key)]
         calls = {index: self._local.threads.submit(call, specs[index]) for index in local}
         results = {index: future.result() for index, future in calls.items()}

@@ -426,7 +426,8 @@ def episode_metrics(groups: Sequence[Group], branching: bool = False) -> dict[st
     calls = [sum(turn.calls for turn in episode.turns) for episode in episodes]
     errors = [sum(turn.errors for turn in episode.turns) for episode in episodes]
     ends = [episode.end for episode in episodes]
-    names = sorted({name for episode in episodes for name in episode.metrics})
+    numbers = [episode.metrics for episode in episodes]
+    names = sorted({name for metrics in numbers for name in metrics})
     branches = branch_metrics(groups) if branching else {}
     return branches | {
         "episode/turns": float(np.mean([len(episode.turns) for episode in episodes])),
@@ -436,7 +437,7 @@ def episode_metrics(groups: Sequence[Group], branching: bool = False) -> dict[st
         "episode/forks": float(np.mean([sum(bool(turn.fork) for turn in episode.turns) for episode in episodes])),
         "episode/restarts": float(sum(episode.restarts for episode in episodes)),
         **{f"episode/ends/{end}": ends.count(end) / len(ends) for end in ENDS},
-        **{f"environment/{name}": float(np.mean([e.metrics.get(name, 0.0) for e in episodes])) for name in names},
+        **{f"environment/{name}": float(np.mean([metrics.get(name, 0.0) for metrics in numbers])) for name in names},
     }
 
 

@@ -107,7 +107,7 @@ class Branching(Setting):
       base: alpha.
       weight: beta.
       threshold: tau.
-      credit: advantage of shared tokens: "soft", each member's in its own row; "hard", the mean over the members.
+      credit: advantage of shared tokens: "soft", each member's in its own row; "hard", their mean.
     """
 
     whole: Annotated[int | None, Range("[1, inf]")] = None

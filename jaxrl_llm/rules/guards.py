@@ -120,8 +120,8 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
         remembered |= {name: memory.get(name, {}) for name in undone}  # is still to come
         acting = stopping or back
         rule = next(name for name, d in zip(rules, decisions, strict=True) if d is acting[0])
-        return dataclasses.replace(acting[0], events=merge_events(d.events for d in acting), rule=rule), remembered
-    events = merge_events(d.events for d in decisions)
+        return dataclasses.replace(acting[0], events=merge_dicts(d.events for d in acting), rule=rule), remembered
+    events = merge_dicts(d.events for d in decisions)
     if REFERENCE_RESET in events:
         remembered[LAST] = {REFERENCE_RESET: row["step"]}
     acts = ("reset_reference", "reset_optimiser", "snapshot", "next_phase")
@@ -130,12 +130,12 @@ def decide(rules: Mapping[str, Rule], row: Row, memory: Memory) -> tuple[Decisio
         **chosen,
         mix=max((d.mix for d in decisions if d.reset_reference), default=1.0),
         reason="; ".join(d.reason for d in decisions if d.reason),
-        coefficients=merge_events(d.coefficients for d in decisions),
+        coefficients=merge_dicts(d.coefficients for d in decisions),
         events=events,
     ), remembered
 
 
-def merge_events(parts: Any) -> dict[str, Any]:
+def merge_dicts(parts: Any) -> dict[str, Any]:
     """Merge several dicts; their keys do not clash."""
     return {name: value for part in parts for name, value in part.items()}
 
@@ -198,7 +198,8 @@ def teaches_nothing(
     A step teaches nothing if no update was made, or if all advantages are 0 and nothing else moves the policy: the loss
     has no other term, the gradient is exactly 0 (as that of a KL while the policy equals the reference), or every
     reward is missing. A step in which a critic learns teaches, even in its warm-up. A step without a finished group
-    neither counts nor ends the series. If all completions of ``patience`` such steps are correct, the run is done.
+    neither counts nor ends the series. If all completions of ``patience`` such steps in a row are
+    correct, the run is done.
 
     Args:
       memory: the number of ``empty`` steps in a row, and of the last of these that were ``solved``, if there are any.
@@ -276,7 +277,7 @@ POOLED = 32
 
 def few_kept(row: Row, memory: RuleMemory, filter_reads: str, group: int) -> Decided:
     """Report when the filter by ``filter_reads`` ("accuracy" or "reward") begins to keep less than a tenth of the
-    groups: a ``Rule``. It remembers the groups ``faded_kept`` and ``faded_count``, and whether it has ``reported``.
+    groups: a ``Rule``. It remembers the groups ``kept`` and ``seen``, and whether this was ``told``.
     """
     share, new = row.get("dynamic_sampling/kept_fraction", math.nan), row.get("dynamic_sampling/finished", 0)
     if math.isnan(share) or not new:
@@ -309,7 +310,7 @@ ALL = "all"
 
 def on_finding(row: Row, memory: RuleMemory, rules: Rules) -> Decided:
     """Stop or roll back, as the settings say, when a finding of one of ``rules.guards`` begins: a ``Rule``. It
-    remembers the ``reported`` findings, cleared by a rollback, and how many ``times`` it rolled back.
+    remembers the ``known`` findings, cleared by a rollback, and how many ``times`` it rolled back.
     """
     findings = {name.removeprefix(FOUND): value for name, value in row.items() if name.startswith(FOUND)}
     reported = memory.get("known", [])

@@ -110,8 +110,8 @@ def build_exam(
     prompts = tasks.Prompts([part.task for part in tested], tokenizer)
     stops = model.config.tokens.eos
     playing = [
-        episodes_of(task, answering, stops, peers)
-        for task in (prompts, tasks.Prompts(source.task if collects else (), tokenizer))
+        episodes_of(task_prompts, answering, stops, peers)
+        for task_prompts in (prompts, tasks.Prompts(source.task if collects else (), tokenizer))
     ]
     longest = max(longest, prompts.longest(questions), answering.max_prompt_tokens if any(playing) else 0)
     length = longest + answering.max_new_tokens

@@ -546,7 +546,7 @@ class CriticRole(Ingredient):
 
     def learning(self, step: int, training: Sequence[Training]) -> Sequence[Training]:
         """Exclude the policy while the critic warms up."""
-        return [role for role in training if role.role != "policy"] if step <= self.critic.warmup else training
+        return [trained for trained in training if trained.role != "policy"] if step <= self.critic.warmup else training
 
     def values(self, state: TrainState) -> Callable[[Sequence[Sample]], list[np.ndarray]]:
         """Return the function that computes the values of samples."""

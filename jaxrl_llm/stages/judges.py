@@ -28,7 +28,7 @@ from jaxrl_llm.rewards.rubric import Pairwise, asks_model
 from jaxrl_llm.rewards.scorer import token_index
 from jaxrl_llm.rollout.generation import OpenRequests, generate_all
 from jaxrl_llm.runs import load_model
-from jaxrl_llm.stages.stage import SCORING_CHUNK, Architectures, Pass, score_sample, score_samples, scoring_forward
+from jaxrl_llm.stages.stage import SCORING_CHUNK, Architectures, Pass, sample_to_score, score_samples, scoring_forward
 from jaxrl_llm.stages.taught import check_reward_template, reward_format, reward_model_uses
 from jaxrl_llm.tasks import Prompts
 from jaxrl_llm.tasks.chats import ChatEncoder, Guard, close_completion
@@ -59,7 +59,7 @@ class DeviceModel:
         the model reads on to the end of the chat template, the t tokens include those of the template.
         """
         samples = [
-            score_sample(
+            sample_to_score(
                 self.prompts[problem.task][problem], close_completion(completion, self.closings.get(problem.task)), {}
             )
             for problem, completion in items
@@ -145,7 +145,7 @@ def judge_passes(run: configs.Run, samples: Sequence[Sample], where: Any, find: 
     """
     models = collections.Counter(find(path) for path in dict.fromkeys(path for _, path in reward_model_uses(run)))
     calls = -(-len(samples) // SCORING_CHUNK)
-    some = [score_sample(sample.prompt, sample.tokens, {}) for sample in samples[:SCORING_CHUNK]]
+    some = [sample_to_score(sample.prompt, sample.tokens, {}) for sample in samples[:SCORING_CHUNK]]
     dtype = jnp.dtype(run.learner.compute.dtype)
     passes, rollout = [], run.rollout
     for number, (config, count) in enumerate(models.items(), start=1):

@@ -262,7 +262,7 @@ def outline(run: configs.Run, model: Decoder, mesh: Any, where: Any, find: Archi
         forwards=forwards,
         groups=groups(run),
         samples=functools.partial(planned_minibatch, run, ingredients, model.config),
-        coefficients={role.role: of_policy if role.role == "policy" else names for role in training},
+        coefficients={trained.role: of_policy if trained.role == "policy" else names for trained in training},
         passes=passes,
         sampler=PlannedSampler(
             rollout,

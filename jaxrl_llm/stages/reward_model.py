@@ -16,7 +16,7 @@ from jaxrl_llm.rewards import Scorer
 from jaxrl_llm.runs import as_trained
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.stages.dataset import DatasetStage, build_programs, groups, outline_dataset, read_rows_of, resources
-from jaxrl_llm.stages.stage import PLACEHOLDER, Outline, score_sample, score_samples
+from jaxrl_llm.stages.stage import PLACEHOLDER, Outline, sample_to_score, score_samples
 from jaxrl_llm.telemetry.progress import Progress
 
 __all__ = ["groups", "outline", "prepare", "resources"]
@@ -26,7 +26,7 @@ def reward_samples(row: Ranked | Stepped, number: int) -> list[Sample]:
     """Return a prompt's completions as samples for ``Ranking``, or a solution as one for ``StepEntropy``."""
     if isinstance(row, Ranked):
         return [
-            score_sample(row.prompt, tokens, {"rank": float(rank), "margin": row.margin}, number, rank == 0)
+            sample_to_score(row.prompt, tokens, {"rank": float(rank), "margin": row.margin}, number, rank == 0)
             for rank, tokens in enumerate(row.completions)
         ]
     size = len(row.tokens) + 1

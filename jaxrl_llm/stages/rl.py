@@ -63,6 +63,8 @@ from jaxrl_llm.telemetry.progress import Progress
 from jaxrl_llm.telemetry.records import token_texts
 from jaxrl_llm.types import Completion, Group, TrainState
 
+__all__ = ["check_phase", "groups", "outline", "prepare", "resources"]
+
 LOGGED_TOKENS = 4096
 """Most tokens of a step that are written one by one: about 150 KB."""
 DIGITS = 4
@@ -77,7 +79,8 @@ def training_lines(
     groups: Sequence[Group], samples: Sequence[Sample], spell: Callable[[Sequence[int]], list[str]]
 ) -> list[dict[str, Any]]:
     """Return a line for each completion of the groups; the first ones, up to ``LOGGED_TOKENS`` tokens, have values of
-    each token. ``samples`` have their places among these groups; an empty ``spell`` writes no text of single tokens.
+    each token. ``samples`` have their places among these groups; where ``spell`` returns no texts of a completion's
+    tokens, they have none.
     """
     sample_by_place = {sample.place: sample for sample in samples}
     tokens_left = LOGGED_TOKENS
@@ -148,9 +151,6 @@ def with_ratios(samples: Sequence[Sample], algorithm: Algorithm, forward: Forwar
     return with_arrays
 
 
-__all__ = ["check_phase", "groups", "outline", "prepare", "resources"]
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reinforcement(Stage):
     """A run of reinforcement learning, once its files are read.
@@ -183,7 +183,9 @@ class Reinforcement(Stage):
         must_stop: MustStop,
     ) -> StepOutcome:
         """Sample groups, score them, and learn from them; ``carry`` may be groups that are sampled already."""
-        weights, version, batch = self.transfer(model_of(state)), int(state.policy.updates), carry
+        batch, version, weights = carry, int(state.policy.updates), None
+        if self.samples_ahead or not isinstance(batch, RolloutBatch):
+            weights = self.transfer(model_of(state))
         if not isinstance(batch, RolloutBatch):  # prompts -> completions -> rewards
             batch = self.next_batch(weights, version, batch, must_stop)
         if not isinstance(batch, RolloutBatch) or must_stop(before_update=True):

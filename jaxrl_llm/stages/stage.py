@@ -222,7 +222,7 @@ def score_samples(
     return outputs
 
 
-def score_sample(
+def sample_to_score(
     prompt: np.ndarray, tokens: np.ndarray, scalars: dict[str, float], number: int | None = None, counted: bool = True
 ) -> Sample:
     """Return a sample of a completion with its score read at its ``last`` place, one behind its last token."""

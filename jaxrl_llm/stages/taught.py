@@ -127,7 +127,7 @@ class RewardModelUse:
 
 
 DEFAULT_SEPARATOR = "\n"
-"""The end of a step if neither a model nor its reader gives a separator."""
+"""The end of a step if neither a model nor its use gives a separator."""
 
 
 def reward_model_uses(run: configs.Run) -> Iterator[tuple[RewardModelUse, str]]:
@@ -135,8 +135,8 @@ def reward_model_uses(run: configs.Run) -> Iterator[tuple[RewardModelUse, str]]:
     for base in configs.bases(run):
         field = f"reward {getattr(base, 'name', '')}:"
         if isinstance(base, ModelReward):
-            reader = RewardModelUse(field, "ranking", "take StepReward for it, or give a model of whole answers")
-            yield from ((reader, path) for path in base.paths)
+            use = RewardModelUse(field, "ranking", "take StepReward for it, or give a model of whole answers")
+            yield from ((use, path) for path in base.paths)
         elif isinstance(base, StepReward):
             remedy = "take ModelReward for it, or give a process reward model"
             yield RewardModelUse(field, "steps", remedy, base.separator), base.path

@@ -128,7 +128,10 @@ class Teachers(Ingredient):
         if not self.runs_in_update:
             return training
         teachers = {name: Teacher(model, self.forwards[name].compute) for name, model in self.loaded.items()}
-        return [dataclasses.replace(role, teachers=teachers) if role.role == "policy" else role for role in training]
+        return [
+            dataclasses.replace(trained, teachers=teachers) if trained.role == "policy" else trained
+            for trained in training
+        ]
 
     def scored(
         self, state: TrainState, samples: list[list[Sample]], batch: RolloutBatch
@@ -145,9 +148,9 @@ class Teachers(Ingredient):
                 at = [n for n, sample in enumerate(prompted) if sample is not None and numbers[n] == number]
                 model = teacher_weights(name, self.loaded, state, settings)
                 output, mine = teacher_output(settings, self.vocab), [prompted[n] for n in at]
-                read = iter(self.forwards[name].by_sample(model, mine, output) if at else ())
-                for n in at:
-                    outputs[n] = next(read)
+                read = self.forwards[name].by_sample(model, mine, output) if at else []
+                for n, taught in zip(at, read, strict=True):
+                    outputs[n] = taught
             if settings.context is not None:
                 sampled = [p is not None for p, sample in zip(prompted, flat, strict=True) if sample.place is not None]
                 metrics[f"{DISTILLATION}/told_fraction"] = float(np.mean(sampled))

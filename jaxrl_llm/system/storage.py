@@ -75,8 +75,8 @@ def split(name: str, field: str = "") -> tuple[str, str] | None:
 
 def mirror(name: str, field: str = "") -> Path:
     """Return the mirror of an address, which need not exist; any other name is a path, and returned as one."""
-    url = split(name, field)
-    return Path(os.path.expanduser(name)) if url is None else _root() / url[0] / url[1]
+    parts = split(name, field)
+    return Path(os.path.expanduser(name)) if parts is None else _root() / parts[0] / parts[1]
 
 
 def folder(name: str) -> Path:

@@ -366,9 +366,8 @@ def claim_directory(directory: Path, loaded: configs.LoadedConfig) -> Generator[
     begin, except for the traceback of a reward, which the message names.
     """
     run = loaded.run
-    if loaded.directory is not None and run.output.run_dir == str(
-        loaded.directory
-    ):  # a run lies where its directory is
+    here = loaded.directory
+    if here is not None and run.output.run_dir == str(here):  # a run lies where its directory is
         run = dataclasses.replace(run, output=dataclasses.replace(run.output, run_dir=None))
     settings = configs.to_json(run) | {"chosen": configs.chosen(loaded.run)}
     topmost = next((p for p in reversed([directory, *directory.parents]) if not p.exists()), None)

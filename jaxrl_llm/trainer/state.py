@@ -164,9 +164,11 @@ def open_context(
             stack.enter_context(writer)
         else:
             progress = stack.enter_context(Progress(schedule, first_step, Console(quiet=True)))
-        sight = progress.tracker if run.rules.guards else None
+        guard_tracker = progress.tracker if run.rules.guards else None
         stop = Preemption(functools.partial(progress.note, warning=True), run.output.grace_s)
-        yield RunContext(run, directory, start, weights, peers, mesh, schedule, store, progress, writer, sight, stop)
+        yield RunContext(
+            run, directory, start, weights, peers, mesh, schedule, store, progress, writer, guard_tracker, stop
+        )
 
 
 STEP_PROGRESS = "underway.json"
@@ -280,9 +282,8 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
                 stage_of(after).check_phase(before, after, model.config, tokenizer, progress.status)
         if start is not None:
             progress.status(f"restoring step {start}")
-        parameters = sum(
-            array.size for array in jax.tree.leaves(trained)
-        )  # of shapes, or of arrays which are consumed below
+        # of shapes, or of arrays which are consumed below
+        parameters = sum(array.size for array in jax.tree.leaves(trained))
         state, host = create_or_restore(run, stage, trained, context.store, start, mesh, context.weights, progress.note)
         if start is not None and (progress_json := read_step_progress(context.directory, start)):
             host = LoopState.from_json(progress_json, stage.records)
@@ -517,9 +518,9 @@ KEPT_ACROSS_PHASES = (rules.LAST, rules.BY_HAND, rules.OF_GUARDS)
 
 def next_phase(run: configs.Configuration, stage: Stage, state: TrainState, host: LoopState) -> TrainState:
     """Return the state at the start of the run's next phase: with a reference if it needs one, reset if it says so.
-    ``stage``: of the phase that has ended. ``state``: donated. ``host``: updated: if recipe and constraints stay equal,
-    coefficients moved by rules and the memory of the entropy's controller are kept; always the learning rate scale
-    after a rollback. Else the rules' memory is cleared, except for ``KEPT_ACROSS_PHASES``.
+    ``stage``: of the phase that has ended. ``state``: donated. ``host``: updated: the rules' memory is
+    cleared, except for ``KEPT_ACROSS_PHASES``; if recipe and constraints stay equal, coefficients moved by rules and
+    the memory of the entropy's controller are kept too; always the learning rate scale after a rollback.
     """
     before: Any = configs.in_phase(run, host.phase)
     host.phase += 1
