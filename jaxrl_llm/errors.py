@@ -65,3 +65,8 @@ def did_you_mean(name: str, candidates: Iterable[str], otherwise: str = "", near
     close.sort(key=lambda candidate: sorted(candidate) != sorted(name.lower()))
     nearest = difflib.get_close_matches(name, names[close[0]], 1, 0.0) if close else []
     return f"did you mean {nearest[0]}?" if nearest else otherwise
+
+
+def escape_surrogates(text: str) -> str:
+    """Escape characters that no file and no tokenizer can take, such as half a surrogate pair."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -2,7 +2,9 @@
 
 import ast
 import dataclasses
+import doctest
 import functools
+import importlib
 import json
 import re
 import subprocess
@@ -126,6 +128,18 @@ def banned_words(path):
         words = {getattr(node, field, None) for field in ("id", "attr", "arg", "name", "module")}
         for word in {word for word in words if isinstance(word, str)} & banned:
             yield f"{named(path)}:{node.lineno}: {word} has no place in a test"
+
+
+WITH_SESSIONS = sorted(path for path in MODULES if "    >>> " in path.read_text())
+
+
+@pytest.mark.parametrize(
+    "path", WITH_SESSIONS, ids=lambda path: ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+)
+def test_sessions_in_docstrings_print_what_they_show(path):
+    module = importlib.import_module(".".join(path.relative_to(ROOT).with_suffix("").parts))
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed
 
 
 def test_modules_import_only_from_rows_above_theirs_and_tests_use_the_real_thing():

@@ -1,8 +1,8 @@
 """A backend, which samples in the engine's place: this one has no cache, and reads the whole sequence for each token.
 
 A backend is a ``Backend`` (``jaxrl_llm/engine/engine.py``): token ids and seeds in, ``Completion``s out. Training,
-evaluation, collection, reranking and chat use it through one driver, ``respond`` (``jaxrl_llm/rollout/generation.py``),
-which also resumes, aborts and answers turns: a backend only has to continue from ``begun`` as if nothing had happened.
+evaluation, collection, reranking and chat use it through ``generate_stream`` (``jaxrl_llm/rollout/generation.py``),
+which also resumes, aborts and answers turns: a backend only has to continue from ``partials``.
 The random numbers of this one are the engine's, so that both draw the same tokens.
 """
 

@@ -180,6 +180,8 @@ def value_loss(
       old_values: float[B, T], those at the start of the batch's updates; needed with ``clip``.
       clip: how far a value may move from its old one; None for no bound.
       token_count: valid tokens of the whole optimiser step; None for this batch's own.
+
+    ValueError: an array has another shape, or ``clip`` is given without ``old_values``.
     """
     values = as_array(values, "values")
     check_rank(2, values=values)
@@ -298,7 +300,9 @@ class GDPO(Estimator):
     several: ClassVar[bool] = True
 
     def __call__(self, rewards: FloatPG, context: AdvantageContext | None = None) -> jax.Array:
-        """Return advantages [P, G] for rewards float[P, G, n], or [B] for rewards float[B, n] with group ids."""
+        """Return advantages [P, G] for rewards float[P, G, n], or [B] for rewards float[B, n] with group ids.
+        ValueError: no axis n, or another number of weights.
+        """
         rewards = as_array(rewards, "rewards", "any")
         axes = 2 if context is not None and context.group_ids is not None and rewards.ndim == 2 else 3
         if rewards.ndim != axes:

@@ -294,7 +294,7 @@ def eval_command(arguments: list[str]) -> int:
 
 
 def default_options(run: configs.Run) -> EvalOptions:
-    """Return the options of the run's own results."""
+    """Return the options of the run's own evaluations."""
     e, longest, slots = run.evaluation, run.rollout.max_new_tokens, run.rollout.engine.slots
     return EvalOptions(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, longest, slots, run.seed)
 
@@ -418,8 +418,6 @@ def evaluation_table(
 
 def task_lines(name: str, options: EvalOptions, evaluation: Any) -> list[str]:
     """Return the results of one task as lines; the error is the standard error over problems."""
-    import numpy as np
-
     scores = (
         evaluation.rewards if evaluation.correct is None else np.where(evaluation.failed, np.nan, evaluation.correct)
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Annotated, Any, Literal
 
-from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.errors import InputError, escape_surrogates, require
 from jaxrl_llm.system.setting import Choice, Count, Range, Setting
 from jaxrl_llm.types import Message
 
@@ -114,13 +114,8 @@ LARGEST = 1e15
 WORLD_ROLES = ("user", "tool", "system")
 
 
-def escape_surrogates(text: str) -> str:
-    """Escape characters that no tokenizer can take, such as half a surrogate pair."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
 def finite(value: Any, what: str, nan: bool = False) -> float:
-    """Return a number as a float; NaN is refused unless ``nan``."""
+    """Return a number as a float. TypeError: it is none. ValueError: it is not finite; NaN is allowed with ``nan``."""
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
         raise TypeError(f"{what} is {value!r:.80}, which is not a number")
     number = float(value)
@@ -130,7 +125,7 @@ def finite(value: Any, what: str, nan: bool = False) -> float:
 
 
 def check_messages(value: Any, roles: Sequence[str] = (*WORLD_ROLES, "assistant")) -> tuple[Message, ...]:
-    """Return messages as new dictionaries."""
+    """Return messages as new dictionaries. TypeError, ValueError: they are none."""
     if not isinstance(value, (list, tuple)):
         raise TypeError(f"it returned a {type(value).__name__} for messages; return a list of chat messages")
     messages = []
@@ -145,7 +140,7 @@ def check_messages(value: Any, roles: Sequence[str] = (*WORLD_ROLES, "assistant"
 
 
 def as_json(value: Any, where: str) -> Any:
-    """Return a copy in Python's own JSON types, as which it is saved; a member of an ``Enum`` of texts becomes text."""
+    """Return a copy in Python's own JSON types; an ``Enum``'s text becomes text. TypeError: it has none."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -162,7 +157,7 @@ def as_json(value: Any, where: str) -> Any:
 
 
 def check_step(value: Any) -> Step:
-    """Return a step with messages, reward and metrics as Python's own values."""
+    """Return a step with messages, reward and metrics as Python's own values. TypeError, ValueError: it has others."""
     if not isinstance(value, Step):
         raise TypeError(f"it returned a {type(value).__name__}; return a Step")
     if not isinstance(value.metrics, Mapping):

@@ -29,10 +29,10 @@ from jaxrl_llm.environments.environment import (
     check_copy,
     check_messages,
     check_step,
-    escape_surrogates,
     finite,
     overrides,
 )
+from jaxrl_llm.errors import escape_surrogates
 from jaxrl_llm.tasks.messages import join_messages, schema_name
 from jaxrl_llm.types import Message
 
@@ -69,7 +69,7 @@ def format_error(error: BaseException | None, kind: bool = True) -> str:
         text = " ".join(str(error).split())[:500]
     except Exception:  # noqa: BLE001  a person's exception may have a __str__ that raises
         text = ""
-    text = text.encode("utf-8", "backslashreplace").decode()
+    text = escape_surrogates(text)
     return f"{name}: {text}" if kind and text else text or name
 
 

@@ -1,4 +1,4 @@
-"""A decoder-only transformer as one immutable value, its fingerprint and its FLOPs; training and sampling share it. It
+"""A decoder-only transformer as one immutable value, and its FLOPs; training and sampling share it. It
 is a JAX pytree with a trainable array of one floating dtype at each leaf; nothing is assigned after ``__init__``.
 Layers are stacked on a leading axis L and run by ``lax.scan``.
 """

@@ -410,14 +410,14 @@ def _attend_live(
         return parts + (read(blocks, layer, plans[1]) if blocks else [])
 
     def attend(
-        q: jax.Array, _: jax.Array, index: Any, main: None, first: None, near: ChunkColumns | None = None
+        q: jax.Array, _: jax.Array, index: Any, main: None, first: None, chunk: ChunkColumns | None = None
     ) -> list[PartialAttention]:
         plans = jax.tree.map(lambda x: x[of_layer[index] if len(kinds) > 1 else 0], all_plans)
         heads = fit_spec(q.shape, (BATCH, "tensor"), mesh)
-        chunk = (heads, heads, PartitionSpec()) if near else None
+        chunk_specs = (heads, heads, PartitionSpec()) if chunk else None
         block_cache = prefix and prefix.cache
-        specs = (heads, PartitionSpec(), Cache(spec, spec), by_row, chunk, block_cache and Cache(spec, spec))
-        return on_own(local, heads, specs, q, jnp.int32(index), cache, plans, near and tuple(near), block_cache)
+        specs = (heads, PartitionSpec(), Cache(spec, spec), by_row, chunk_specs, block_cache and Cache(spec, spec))
+        return on_own(local, heads, specs, q, jnp.int32(index), cache, plans, chunk and tuple(chunk), block_cache)
 
     return attend
 

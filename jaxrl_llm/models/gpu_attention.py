@@ -130,10 +130,30 @@ def _specs(tiles: Tiles, q: jax.Array, k: jax.Array) -> dict[str, Any]:
         "queries": pl.BlockSpec((None, tiles.queries, None, width), lambda i, n, b: (b, i, n, 0)),
         "keys": pl.BlockSpec((None, columns, None, width), lambda i, n, b: (b, 0, n // share, 0)),
         "sums": pl.BlockSpec((None, 2, None, tiles.queries), lambda i, n, b: (b, 0, n, i)),
+        "logsum": pl.BlockSpec((None, None, tiles.queries), lambda i, n, b: (b, n, i)),
     }
 
 
-def _over_keys(reach: Any, tiles: Tiles, step: Any, carry: Any) -> Any:
+def _call_by_queries(
+    kernel: Kernel, tiles: Tiles, q: jax.Array, k: jax.Array, body: Any, name: str, inputs: tuple[str, ...], **out: Any
+) -> Any:
+    """Return the Pallas call with a program for each block of queries, head and row. ``inputs`` and ``out``, shapes by
+    name: kinds of arrays in ``_specs``.
+    """
+    spec, (rows, columns, heads, _) = _specs(tiles, q, k), q.shape
+    return _pallas_call(
+        kernel,
+        tiles,
+        body,
+        name=name,
+        grid=(columns // tiles.queries, heads, rows),
+        in_specs=[spec[x] for x in inputs],
+        out_specs=[spec[x] for x in out],
+        out_shape=[*out.values()],
+    )
+
+
+def _over_keys(reach: Any, step: Any, carry: Any) -> Any:
     """Run ``step(block of keys, carry)`` over the blocks of two spans."""
     low, high, begin, end = (reach[i] for i in range(4))
     first_count = high - low
@@ -169,22 +189,17 @@ def _packed_forward(kernel: Kernel, q: jax.Array, k: jax.Array, v: jax.Array, se
 
         empty = jnp.full((tiles.queries,), LOWEST, jnp.float32), jnp.zeros((tiles.queries,), jnp.float32)
         initial = *empty, jnp.zeros((tiles.queries, width), jnp.float32)
-        top, mass, mixed = _over_keys(reach, tiles, step, initial)
+        top, mass, mixed = _over_keys(reach, step, initial)
         mass = jnp.where(mass > 0, mass, 1.0)
         out[...] = (mixed / mass[:, None]).astype(out.dtype)
         logsum[...] = top + jnp.log(mass)
 
-    spec = _specs(tiles, q, k)
-    call = _pallas_call(
-        kernel,
-        tiles,
-        body,
-        name="attention",
-        grid=(columns // tiles.queries, heads, rows),
-        in_specs=[spec[x] for x in ("reach", "spans", "queries", "keys", "keys")],
-        out_specs=[spec["queries"], pl.BlockSpec((None, None, tiles.queries), lambda i, n, b: (b, n, i))],
-        out_shape=[jax.ShapeDtypeStruct(q.shape, q.dtype), jax.ShapeDtypeStruct((rows, heads, columns), jnp.float32)],
-    )
+    shapes = {
+        "queries": jax.ShapeDtypeStruct(q.shape, q.dtype),
+        "logsum": jax.ShapeDtypeStruct((rows, heads, columns), jnp.float32),
+    }
+    inputs = ("reach", "spans", "queries", "keys", "keys")
+    call = _call_by_queries(kernel, tiles, q, k, body, "attention", inputs, **shapes)
     out, logsum = call(reach_of(seen, tiles), seen, q, k, v)
     return out, (q, k, v, seen, out, logsum)
 
@@ -209,7 +224,7 @@ def _query_gradient(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: 
     from jax.experimental import pallas as pl
 
     tiles, (q, k) = BACKWARD, arrays[:2]
-    (rows, columns, heads, width) = q.shape
+    width = q.shape[-1]
 
     def body(reach: Any, spans: Any, q: Any, k: Any, v: Any, g: Any, sums: Any, out: Any) -> None:
         row = pl.program_id(0) * tiles.queries + jnp.arange(tiles.queries)
@@ -223,22 +238,13 @@ def _query_gradient(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: 
             slope = _slopes(kernel, _qk_scores(kernel, queries, keys), slope_out, v[at, :], visible, logsum, dot)[1]
             return carry + _dot(slope.astype(keys.dtype), keys)
 
-        gradient = _over_keys(reach, tiles, step, jnp.zeros((tiles.queries, width), jnp.float32))
+        gradient = _over_keys(reach, step, jnp.zeros((tiles.queries, width), jnp.float32))
         out[...] = (gradient * kernel.scale).astype(out.dtype)
 
-    spec = _specs(tiles, q, k)
     inputs = ("reach", "spans", "queries", "keys", "keys", "queries", "sums")
-    call = _pallas_call(
-        kernel,
-        tiles,
-        body,
-        name="attention_queries",
-        grid=(columns // tiles.queries, heads, rows),
-        in_specs=[spec[x] for x in inputs],
-        out_specs=spec["queries"],
-        out_shape=jax.ShapeDtypeStruct(q.shape, q.dtype),
-    )
-    return call(reach, seen, *arrays)
+    shape = jax.ShapeDtypeStruct(q.shape, q.dtype)
+    call = _call_by_queries(kernel, tiles, q, k, body, "attention_queries", inputs, queries=shape)
+    return call(reach, seen, *arrays)[0]
 
 
 def _key_gradients(kernel: Kernel, reach: jax.Array, seen: jax.Array, *arrays: jax.Array) -> list[jax.Array]:

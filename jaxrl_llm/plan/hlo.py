@@ -350,7 +350,7 @@ def cycles(program: HloProgram, name: str = "", unknown: tuple[float, ...] = ())
 
 
 def _sum_costs(program: HloProgram, name: str, unknown: tuple[float, ...], cost: Any) -> float:
-    """Add up ``own(computation, op)``, loops multiplied out; of branches the most expensive counts."""
+    """Add up ``cost(computation, op)``, loops multiplied out; of branches the most expensive counts."""
     total = 0.0
     around = program.computations[name]
     for op in around.values():

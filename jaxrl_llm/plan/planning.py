@@ -305,7 +305,7 @@ def plan_run(
         return planned
     with_other_rows = dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=other_rows))
     recompiled = programs.compile_program(programs.planned_run(with_other_rows, config, devices, find), "update")
-    needs = [target.refused or target.arguments + target.temporary for target in (update, recompiled)]
+    needs = [program.refused or program.arguments + program.temporary for program in (update, recompiled)]
     if math.inf in needs:
         return planned
     return dataclasses.replace(planned, more=planned.more | {"rows": (needs[1] - needs[0]) / (other_rows - rows)})

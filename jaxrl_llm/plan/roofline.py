@@ -284,7 +284,7 @@ def step_parts(
             source = CYCLES if program.seconds else BYTES
             if program.seconds:
                 compute = program.seconds * moved / program.bytes + cost.kernels / chip.flops
-        sends = tuple(program.times(calls) for program in traffic.get(name, ()))
+        sends = tuple(transfer.times(calls) for transfer in traffic.get(name, ()))
         times = (
             calls * compute, calls * moved / chip.bandwidth, sum(t.ici_s for t in sends), sum(t.dcn_s for t in sends),
         )  # fmt: skip

@@ -113,7 +113,7 @@ def format_bytes(count: float) -> str:
 def format_seconds(seconds: float) -> str:
     """Return a time for people.
 
-    >>> span(0.25), span(75), span(5400), span(1e6)
+    >>> format_seconds(0.25), format_seconds(75), format_seconds(5400), format_seconds(1e6)
     ('0.25 s', '75 s', '1.5 h', '11.6 days')
     """
     if seconds < 120:

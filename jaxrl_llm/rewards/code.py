@@ -293,7 +293,7 @@ class CodeTests:
 
 
 def score_by_tests(settings: CodeTests, tests_and_text: tuple[Any, str]) -> float:
-    """Return the score of a completion's text by tests, in a worker process."""
+    """Return the score of a completion's text by tests, in a worker process. SandboxError: the sandbox failed."""
     tests, text = tests_and_text
     limits = settings.timeout_s, settings.memory_mb
     verdict = grade(text, tests, *limits, settings.allow_opaque_asserts, stop_early=settings.all_or_nothing)

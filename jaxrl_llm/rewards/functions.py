@@ -35,7 +35,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, escape_surrogates
 from jaxrl_llm.system.setting import MODEL, Choice, Range
 from jaxrl_llm.tasks.filters import importable, resolve
 from jaxrl_llm.types import CHAT, OPTIONS, Completion, Problem
@@ -399,7 +399,7 @@ class UnreadableVerdict(ValueError):
 
 
 def bind_arguments(form: Form, items: Sequence[Item]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments, by position and by name, of one call for these items: one, unless it is a batch."""
+    """Return the arguments, by position and name, of a call for an item or a batch. LookupError: no such column."""
     if form.style == "plain":
         return items[0], {}
     offers = _OFFERS.get((form.style, form.batch), {})
@@ -488,7 +488,7 @@ def timeout_message(seconds: float, what: str = "call") -> str:
 
 
 def as_score(result: Any) -> float:
-    """Return the score as a float; NaN is allowed and means that the completion cannot be scored."""
+    """Return the score as a float; NaN: the completion cannot be scored. TypeError, ValueError: it is none."""
     if isinstance(result, Mapping) and "score" in result:  # verl's functions may say more than the score
         result = result["score"]
     if not isinstance(result, numbers.Real) and not hasattr(result, "__float__"):
@@ -502,7 +502,7 @@ def as_score(result: Any) -> float:
 
 
 def as_steps(result: Any, completion: Any, positions: str) -> list[tuple[int, float]]:
-    """Return a function's values of a completion's steps, in the form that ``StepFunction`` describes."""
+    """Return values of a completion's steps in ``StepFunction``'s form. TypeError, ValueError: they have another."""
     if isinstance(result, (str, bytes, Mapping)) or not hasattr(result, "__iter__"):
         raise TypeError(f"returned {result!r:.80}, which is not a list of pairs (position, value)")
     first, last = (1, len(completion.text)) if positions == "characters" else (0, len(completion.tokens) - 1)
@@ -524,7 +524,7 @@ def as_steps(result: Any, completion: Any, positions: str) -> list[tuple[int, fl
 def _score_outcome(result: Any, call: RewardCall, item: tuple[Any, Any]) -> RewardOutcome:
     if isinstance(result, UnreadableVerdict):
         extras = tuple(float(result.numbers.get(name, math.nan)) for name in call.extra_names)
-        message, reply = _escape_surrogates(str(result)), _escape_surrogates(result.reply)
+        message, reply = escape_surrogates(str(result)), escape_surrogates(result.reply)
         return RewardOutcome("error", message=message, trace=reply, extra_values=extras)
     if isinstance(result, Exception):
         raise result
@@ -536,7 +536,7 @@ def _failure_outcome(error: BaseException, function: Callable[..., Any]) -> Rewa
     frames = traceback.extract_tb(error.__traceback__)
     # A complaint of what the function wants or returned: no trace shows it.
     complaint = frames[-1].filename == __file__
-    trace = "" if complaint else _escape_surrogates("".join(traceback.format_exception(error))[-20_000:])
+    trace = "" if complaint else escape_surrogates("".join(traceback.format_exception(error))[-20_000:])
     place = error_location(frames, function)
     return RewardOutcome("error", message=in_one_line(error), place=place, trace=trace)
 
@@ -544,12 +544,7 @@ def _failure_outcome(error: BaseException, function: Callable[..., Any]) -> Rewa
 def in_one_line(error: BaseException) -> str:
     """Format an error, as in ``ZeroDivisionError: division by zero``."""
     text = f"{error}" if isinstance(error, InputError) else f"{type(error).__name__}: {error}"
-    return _escape_surrogates(" ".join(text.split()).removesuffix(":")[:500])
-
-
-def _escape_surrogates(text: str) -> str:
-    """Escape characters that no file can hold, such as half a surrogate pair, which a message may quote."""
-    return text.encode("utf-8", "backslashreplace").decode()
+    return escape_surrogates(" ".join(text.split()).removesuffix(":")[:500])
 
 
 def error_location(frames: Sequence[traceback.FrameSummary], function: Callable[..., Any]) -> str:

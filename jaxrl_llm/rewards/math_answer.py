@@ -37,7 +37,7 @@ def score_math(answer: str, problem: Problem) -> float:
     answer, reference = (re.sub(scientific, lambda match: f"{Decimal(match[0]):f}", text) for text in texts)
     candidate, expected = _parse_math(answer if searched else _latex(answer)), _parse_math(_latex(reference))
     if candidate and expected and _decimals(candidate[0], expected[0]):
-        return float(same_number(*(Decimal(str(N(match[0], 15))) for match in (candidate, expected))))
+        return float(same_number(*(Decimal(str(N(parsed[0], 15))) for parsed in (candidate, expected))))
     return float(math_verify.verify(expected, candidate, timeout_seconds=None))
 
 

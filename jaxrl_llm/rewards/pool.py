@@ -332,7 +332,7 @@ class InProcessCalls:
 
     def __init__(self):
         self._stuck: list[threading.Thread] = []
-        self._turns: _CallQueue | None = None
+        self._queue: _CallQueue | None = None
         self._loop: _EventLoop | None = None
 
     def submit(self, call: RewardCall) -> "Future[list[RewardOutcome]] | _AsyncCall":
@@ -340,16 +340,16 @@ class InProcessCalls:
         if call.form.waits and not call.form.batch:
             self._loop = self._loop if self._loop is not None and not self._loop.blocked else _EventLoop(self._stuck)
             return _AsyncCall(call, self._loop)
-        self._turns = self._turns or _CallQueue(self._stuck)
-        return self._turns.submit(call)
+        self._queue = self._queue or _CallQueue(self._stuck)
+        return self._queue.submit(call)
 
     def close(self) -> None:
         """Cancel calls that have not begun, and let the threads end with the one that they are in."""
-        if self._turns is not None:
-            self._turns.close()
+        if self._queue is not None:
+            self._queue.close()
         if self._loop is not None:
             self._loop.close()
-        self._turns = self._loop = None
+        self._queue = self._loop = None
 
 
 def refusal_outcomes(stuck: list[threading.Thread], call: RewardCall) -> list[RewardOutcome]:

@@ -30,12 +30,14 @@ class Outcome(NamedTuple):
 
 @functools.cache
 def servers(judge: bool = False) -> ServerPool:
-    """Return this process's fork servers: for programs, or for judges, which see expected values and no program."""
+    """Return this process's fork servers: for programs, or for judges, which see expected values and no
+    program; ``judge`` only keeps the two apart.
+    """
     return ServerPool()
 
 
 def level() -> str:
-    """Return the level of protection here: ``full``, ``landlock+seccomp`` or ``rlimits only``."""
+    """Return the level of protection here: ``full``, ``landlock+seccomp`` or ``rlimits only``. SandboxError: none."""
     return servers().level
 
 

@@ -244,7 +244,7 @@ def check_references(
     problems: Iterable[Problem], pool: Pool, timeout_s: float, folder: Path | None, needed: bool
 ) -> tuple[list[str], Callable[..., None]]:
     """Try the references of the verifier ``math`` and keep the result in ``folder``; others are tried as they are read.
-    ``needed``: whether the run reads which answers are right; then most of the sample must reach their answer.
+    ``needed``: whether the run reads which answers are right; then InputError if most of the sample miss theirs.
     """
     distinct = {(problem.extractor, problem.answer): problem for problem in problems if problem.verifier == "math"}
     tries = {}
@@ -261,7 +261,7 @@ def check_references(
 def check_programs(
     judged: Iterable[tuple[CodeTests, Sequence[Problem]]], pool: Pool, folder: Path | None
 ) -> tuple[list[str], Callable[..., None]]:
-    """Run the reference programs of rows through their own tests, and keep the result in ``folder``."""
+    """Run rows' reference programs, if any, through their own tests, and keep the result in ``folder``."""
     tries = {}
     for judge, problems in judged:
         for problem in problems:

@@ -72,7 +72,7 @@ class Server:
         self.level = self._receive()[1]
 
     def run(self, request: dict[str, Any], stdin: bytes, timeout_s: float, memory_mb: int) -> ProgramEnd:
-        """Run one program; ``request`` is the request of ``program.run_program``."""
+        """Run one program; ``request``: of ``program.run_program``. SandboxError: the sandbox failed."""
         with contextlib.ExitStack() as stack:
             inputs = [stack.enter_context(_memory_file(data)) for data in (json.dumps(request).encode(), stdin)]
             pipes = [os.pipe() for _ in range(3)]
@@ -180,7 +180,7 @@ class ServerPool:
             self._idle.append(server)
 
     def run(self, request: dict[str, Any], stdin: bytes, timeout_s: float, memory_mb: int) -> ProgramEnd:
-        """Run one program as ``Server.run`` does, again if the first try was the sandbox's failure."""
+        """Run one program as ``Server.run`` does, again if the sandbox failed. SandboxError: it failed twice."""
         try:
             with self.acquire() as server:
                 return server.run(request, stdin, timeout_s, memory_mb)

@@ -105,7 +105,7 @@ def limit(memory: int, seconds: int, file_size: int, files: int) -> None:
 
 
 def leave_namespaces() -> None:
-    """Move into new namespaces of everything; children are in a new one of processes too."""
+    """Move into new namespaces of everything; children of processes too. OSError: forbidden, as in containers."""
     user, group = os.getuid(), os.getgid()
     _check(_library.unshare(ctypes.c_int(sum(_CLONE.values()))), "unshare")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{user} {user} 1"), ("gid_map", f"{group} {group} 1")):
@@ -114,7 +114,9 @@ def leave_namespaces() -> None:
 
 
 def new_root(place: str, library: str) -> str:
-    """Make ``place`` a root with the library, ``/proc`` and ``/dev/null`` alone; return the folder open for writing."""
+    """Make ``place`` a root with the library, ``/proc`` and ``/dev/null`` alone; return the folder open for writing.
+    OSError: forbidden, as in containers.
+    """
     _check(_library.unshare(ctypes.c_int(_CLONE["mount"])), "unshare")
     _mount("none", "/", None, _MS_REC | _MS_PRIVATE)
     _mount("tmpfs", place, "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={ROOT_BYTES},nr_inodes={ROOT_FILES},mode=755")

@@ -143,7 +143,9 @@ def encode_value(value: Any, depth: int = 0) -> Any:
 
 
 def decode_value(value: Any, decoders: Mapping[str, Callable[[Any], Any]] = MappingProxyType({})) -> Any:
-    """Return the value that ``encode_value`` has written; ``decoders`` are functions that make those of some types."""
+    """Return the value that ``encode_value`` has written; ``decoders`` make those of some types. ValueError, TypeError,
+    ArithmeticError: it is malformed.
+    """
     if not isinstance(value, (dict, list)):
         return value
     if isinstance(value, list):

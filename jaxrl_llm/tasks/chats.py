@@ -9,7 +9,8 @@ The assistant's text appears word for word, but for surrounding white space, whi
 that a template adds to the last turn only is left out. The end of a turn is learned if the template ends turns with a
 token at which the model's completions stop; else only that of the last turn, by the token that ends a text.
 
-A model that scores an answer may read on to the end of the template's text, ``Pieces.closing``: no policy learns that.
+A model that scores an answer may read on to the end of the template's text, which no policy learns
+(``ChatEncoder.closing``).
 """
 
 import contextlib

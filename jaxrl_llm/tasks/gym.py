@@ -23,7 +23,7 @@ _RUNNING: dict[str, subprocess.Popen] = {}
 
 
 def entries(request: str) -> list[dict[str, Any]]:
-    """Return the entries (``question``, ``answer``, ``metadata``) that ``main`` writes for this argument."""
+    """Return the entries (``question``, ``answer``, ``metadata``) of ``main``. RuntimeError: its process failed."""
     if request not in CACHE:
         with generating(request):
             process = _RUNNING[request]

@@ -127,7 +127,7 @@ def _flag(value: Any, name: str) -> bool:
 
 
 def validate_call(name: Any, arguments: Any) -> ToolCall:
-    """Return a call as plain JSON values."""
+    """Return a call as plain JSON values. ValueError: it is none."""
     if not isinstance(name, str) or not name.strip():
         raise ValueError("a call has no name")
     name = name.strip()
@@ -147,7 +147,7 @@ def validate_call(name: Any, arguments: Any) -> ToolCall:
 
 
 def json_value(text: str) -> Any:
-    """Return the value of a JSON text."""
+    """Return the value of a JSON text. ValueError: it is none."""
     text = text.strip()
     try:
         return json.loads(text)
@@ -158,7 +158,7 @@ def json_value(text: str) -> Any:
 
 
 def parse_calls(value: Any) -> list[ToolCall]:
-    """Return the calls of a JSON object or a list of them."""
+    """Return the calls of a JSON object or a list of them. ValueError: they are none."""
     calls = []
     for part in value if isinstance(value, list) else [value]:
         if isinstance(part, dict) and isinstance(part.get("function"), dict):
@@ -178,7 +178,7 @@ def tool_call(index: int, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def read_calls(calls: Any) -> list[dict[str, Any]]:
-    """Return the calls of a chat message as those of a reply, with their ids where they have some."""
+    """Return the calls of a chat message as those of a reply, with ids that they have. ValueError: they are none."""
     read = []
     for index, (source, call) in enumerate(zip(calls, parse_calls(calls), strict=True)):
         has_id = isinstance(source, Mapping) and isinstance(source.get("id"), str)

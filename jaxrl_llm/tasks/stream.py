@@ -355,16 +355,16 @@ def difficulties(easy: EasyToHard, problems: Sequence[Problem]) -> np.ndarray:
     """Return the number in the column of each problem, turned so that larger is harder, float64[N]."""
     values = np.empty(len(problems))
     for index, problem in enumerate(problems):
-        column = nested_field(problem.metadata, easy.by)
-        if not _is_number(column) or math.isnan(column):
+        value = nested_field(problem.metadata, easy.by)
+        if not _is_number(value) or math.isnan(value):
             fields = {name: nested_field(problem.metadata, name) for name in codec.flat(problem.metadata)}
             columns = [name for name, field in fields.items() if _is_number(field)]
             raise InputError(
-                f"easy_to_hard.by {easy.by!r} is {column!r:.40} in problem {problem.metadata.get('row', problem.id)}, "
+                f"easy_to_hard.by {easy.by!r} is {value!r:.40} in problem {problem.metadata.get('row', problem.id)}, "
                 "and it takes a number for each: give a column that has them "
                 f"(there: {', '.join(columns) or 'none'}), or success"
             )
-        values[index] = column
+        values[index] = value
     return values if easy.rising else -values
 
 

@@ -22,7 +22,7 @@ class BadRow(InputError):
 
 
 def clean_row(where: str, row: Any) -> tuple[str, dict[str, Any]]:
-    """Return a row with its values as ``clean_value`` returns them, after its place."""
+    """Return a row with its values as ``clean_value`` returns them, after its place. BadRow: it is none."""
     if not isinstance(row, dict):
         raise BadRow(f"{where} is a {type(row).__name__}; a row is an object with fields")
     fields = {}
@@ -46,7 +46,7 @@ def clean_value(value: Any, depth: int = 0) -> Any:
     """Return a field's value in the form that it has by every way, as values of JSON where it can be. Arrow fills in
     nulls where records of a list differ: names in records that hold None, or a number that is none (NaN), are left out.
     A number of another precision is the decimal that was written, so a float32 0.1 is 0.1. Bytes of UTF-8 are text, and
-    arrays and tuples lists. Other values stay.
+    arrays and tuples lists. Other values stay. RecursionError: it is nested too deeply.
     """
     if depth > 200:
         raise RecursionError
@@ -103,7 +103,7 @@ def is_empty(value: Any) -> bool:
 
 
 def read_table(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a file, each after its place; a row that is not well-formed does not end the iterator."""
+    """Yield the rows of a file, each after its place; one that is not well-formed is a ``BadRow``."""
     suffixes = f"{', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]}"
     require(path.suffix in SUFFIXES, f"{path} has the suffix {path.suffix!r}; tables are {suffixes} files")
     require(path.is_file(), f"{path} not found; paths start at the current folder, {Path.cwd()}")

@@ -302,9 +302,8 @@ class Task:
       overlong: handling of a prompt that is too long for the run: ``refuse``, or ``drop`` and count it.
     """
 
-    source: (
-        ReasoningGym | Table | HubDataset | Instructions | Programs | Rows | Any
-    )  # Any: flags leave a class of yours as it is
+    # Any: flags leave a class of yours as it is
+    source: ReasoningGym | Table | HubDataset | Instructions | Programs | Rows | Any
     extractor: str = "last_number"
     verifier: str = "match"
     keep: str | None = None
@@ -323,8 +322,8 @@ class Task:
             object.__setattr__(self, "source", Rows(self.source))
         environment = self.environment
         by_key = isinstance(environment, dict)
-        path = {key: as_path(part) for key, part in environment.items()} if by_key else as_path(environment)
-        object.__setattr__(self, "environment", path)
+        paths = {key: as_path(part) for key, part in environment.items()} if by_key else as_path(environment)
+        object.__setattr__(self, "environment", paths)
         tools = self.tools if isinstance(self.tools, (tuple, list)) else (self.tools,)
         object.__setattr__(self, "tools", tuple(map(as_path, tools)))
 

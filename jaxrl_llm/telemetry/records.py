@@ -184,19 +184,19 @@ def tracker_factories(trackers: Iterable[str]) -> dict[str, TrackerFactory]:
 
 
 class Trackers:
-    """The writers of a run; one that raises is left out from then on, with one warning. A new run is refused if a
-    writer does not start; a resumed run continues without it.
+    """The trackers of a run; one that raises is left out from then on, with one warning. A new run is refused if a
+    tracker does not start; a resumed run continues without it.
     """
 
     def __init__(self, factories: Mapping[str, TrackerFactory], run: TrackedRun, warn: Callable[[str], None]):
         self._warn = warn
-        self._writers: dict[str, Tracker] = {}
-        for tracker, make in factories.items():
-            name, colon, project = tracker.partition(":")
+        self._trackers: dict[str, Tracker] = {}
+        for setting, make in factories.items():
+            name, colon, project = setting.partition(":")
             try:
-                writer = make(dataclasses.replace(run, project=project if colon else None))
-                fits = isinstance(writer, Tracker)
-                require(fits, f"tracker {name} made a {type(writer).__name__}, which lacks write, samples or close")
+                tracker = make(dataclasses.replace(run, project=project if colon else None))
+                fits = isinstance(tracker, Tracker)
+                require(fits, f"tracker {name} made a {type(tracker).__name__}, which lacks write, samples or close")
             except InputError as error:
                 if run.resumed_at is None:
                     self.close()
@@ -205,31 +205,31 @@ class Trackers:
             except Exception as error:  # noqa: BLE001  whatever a tracker does, the run continues
                 self._leave_out(name, error)
             else:
-                self._writers[name] = writer
+                self._trackers[name] = tracker
 
     def __bool__(self) -> bool:
-        return bool(self._writers)
+        return bool(self._trackers)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Give each writer the step's metrics, without those that are None."""
+        """Give each tracker the step's metrics, without those that are None."""
         measured = {name: value for name, value in values.items() if value is not None}
-        self._each("write", lambda writer: writer.write(step, dict(measured)))
+        self._each("write", lambda tracker: tracker.write(step, dict(measured)))
 
     def samples(self, step: int, rows: list[dict[str, Any]]) -> None:
-        """Give each writer the completions; see ``Tracker.samples``."""
-        self._each("samples", lambda writer: writer.samples(step, [dict(row) for row in rows]))
+        """Give each tracker the completions; see ``Tracker.samples``."""
+        self._each("samples", lambda tracker: tracker.samples(step, [dict(row) for row in rows]))
 
     def close(self) -> None:
-        """Close each writer."""
-        self._each("close", lambda writer: writer.close())
-        self._writers = {}
+        """Close each tracker."""
+        self._each("close", lambda tracker: tracker.close())
+        self._trackers = {}
 
     def _each(self, method: str, call: Callable[[Tracker], None]) -> None:
-        for name, writer in list(self._writers.items()):
+        for name, tracker in list(self._trackers.items()):
             try:
-                call(writer)
+                call(tracker)
             except Exception as error:  # noqa: BLE001  whatever a tracker does, the run continues
-                del self._writers[name]
+                del self._trackers[name]
                 self._leave_out(name, error, f" in {method}")
 
     def _leave_out(self, name: str, error: Exception, where: str = "") -> None:

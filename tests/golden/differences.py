@@ -101,13 +101,18 @@ def of_steps(step: Path, other: Path, renamed: Mapping[str, str] = NO_NAMES) -> 
             yield f"{where}, {name}: differs by up to {apart:.3g}"
 
 
+def _new_name(key: str, renamed: Mapping[str, str]) -> str:
+    while key in renamed:  # a name that was given up may have been given to another value
+        key = renamed[key]
+    return re.sub(r"^evaluation [0-9a-f]{16}$", "evaluation", key)
+
+
 def _renamed(value: Any, renamed: Mapping[str, str]) -> Any:
     """Return the values by their new names, and fingerprints of evaluations without the digest of their settings: it
     holds the modules of classes, which move.
     """
     if isinstance(value, dict):
-        names = {key: re.sub(r"^evaluation [0-9a-f]{16}$", "evaluation", renamed.get(key, key)) for key in value}
-        return {names[key]: _renamed(inner, renamed) for key, inner in value.items()}
+        return {_new_name(key, renamed): _renamed(inner, renamed) for key, inner in value.items()}
     return [_renamed(inner, renamed) for inner in value] if isinstance(value, list) else value
 
 
