@@ -306,7 +306,7 @@ def update(options: Update) -> Iterator[dict[str, Any]]:
     with jax.set_mesh(setup.forward.mesh):
         packed = put_on_mesh(pack([sample for group in groups for sample in group], setup.layout), setup.forward.mesh)
         compiled = setup.training.update.lower(state, packed, {"temperature": 1.0}).compile().memory_analysis()
-        role = functools.partial(Role, opt_state=None, updates=jnp.int32(0))
+        role = functools.partial(Role, opt_state=None, updates=jnp.int32(0), base=state.policy.base)
         given = packed, setup.training.objectives, {"temperature": jnp.float32(1)}, setup.forward.compute
         backward = jax.jit(lambda policy: accumulate(role(policy), *given))
         _, backward_s = timed(lambda: backward(state.policy.params), options.repeats)

@@ -30,7 +30,7 @@ from jaxrl_llm.data import Collected
 from jaxrl_llm.errors import InputError, naming, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import BUILTIN, check_name, load_either, model_config_of
-from jaxrl_llm.sharding import MeshShape, make_mesh, only_shapes, shardings
+from jaxrl_llm.sharding import MeshShape, make_mesh, only_shapes, platform_of, shardings
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.system import storage
@@ -232,17 +232,21 @@ def architecture_of(name: str) -> ModelConfig:
     return model_config_of(name)[0] if trained is None else architecture_of(trained.run.model)
 
 
-def load_trained(trained: Trained, mesh: Any, dtype: str | None = None) -> tuple[Any, Any | None]:
-    """Load (model, tokenizer or None) of a run's checkpoint; an adapter is merged. ``mesh``: as for ``load_model``.
-    ``dtype``: of the weights; None keeps that of training.
+def load_trained(trained: Trained, mesh: Any, dtype: str | None = None, merged: bool = True) -> tuple[Any, Any | None]:
+    """Load (model, tokenizer or None) of a run's checkpoint. ``mesh``: as for ``load_model``. ``dtype``: of the
+    weights; None keeps that of training. ``merged``: an adapter is added to the weights, in float32; if not, it stays
+    beside them, as the run samples.
     """
     from jaxrl_llm.models.decoder import cast
-    from jaxrl_llm.models.lora import merge, with_adapter
+    from jaxrl_llm.models.lora import held_form, merge, with_adapter
 
     run = trained.run
     trained = initial_model_of(trained)
     if run.learner.lora.rank and not only_shapes(mesh):
         base, adapter, tokenizer = load_adapter(trained, mesh)
+        if not merged and not run.learner.lora.merged:
+            policy = with_adapter(held_form(base, platform_of(mesh)), adapter)
+            return cast(policy, run.learner.compute.dtype), tokenizer
         policy = with_adapter(base, adapter)
         found = jax.jit(merge, out_shardings=shardings(jax.eval_shape(merge, policy), mesh))(policy)
     elif trained.step == 0 and not only_shapes(mesh):
@@ -294,7 +298,7 @@ def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
     """
     name = configs.without_step(trained.run.model) if only_shapes(mesh) else trained.run.model
     with naming(f"the model that {trained.directory.parents[1]} was trained from"):
-        return load_model(name, trained.run.learner.dtype, mesh)
+        return load_model(name, trained.run.learner.initial_dtype, mesh)
 
 
 def decide_model_versions(loaded: LoadedConfig, directory: Path, started: bool, start: Start | None) -> dict[str, Pin]:

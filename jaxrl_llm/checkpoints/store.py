@@ -31,7 +31,7 @@ from jaxrl_llm.checkpoints.step_files import (
 )
 from jaxrl_llm.errors import InputError, one_line
 from jaxrl_llm.sharding import as_shapes, replicated, shardings
-from jaxrl_llm.sharding.rules import weight_checksums
+from jaxrl_llm.sharding.rules import checksums_by_name
 from jaxrl_llm.system import lease, storage
 from jaxrl_llm.types import Role, TrainState
 
@@ -40,19 +40,15 @@ def flatten(state: TrainState) -> dict[str, Any]:
     """Return the arrays of a state by path, with fingerprints of the weights in place of a frozen base (``base/...``).
     Wrappers of the model library leave no trace in the names.
     """
-    bases = {name: role.base for name, role in state.roles.items() if role.base is not None}
-    for name, base in bases.items():
-        only_shapes = isinstance(jax.tree.leaves(base)[0], jax.ShapeDtypeStruct)
-        state = state.with_role(
-            name, base=jax.eval_shape(weight_checksums, base) if only_shapes else weight_checksums(base)
-        )
+    for name, role in state.roles.items():
+        state = state.with_role(name, base=role.checksums, checksums=None)
     return {_name(path): leaf for path, leaf in jax.tree.leaves_with_path(state)}
 
 
 def unflatten(arrays: dict[str, Any], like: TrainState) -> TrainState:
     """Rebuild a state with the structure of ``like`` from the arrays of ``flatten``, without bases."""
     for name in like.roles:
-        like = like.with_role(name, base=None)
+        like = like.with_role(name, base=None, checksums=None)
     paths, treedef = jax.tree.flatten_with_path(like)
     return jax.tree.unflatten(treedef, [arrays[_name(path)] for path, _ in paths])
 
@@ -148,20 +144,24 @@ class Checkpoints(contextlib.AbstractContextManager):
         """Wait until pending writes are complete."""
         self._manager.wait_until_finished()
 
-    def restore(self, step: int, like: TrainState, mesh: Mesh, base: Any = None) -> tuple[TrainState, dict[str, Any]]:
+    def restore(
+        self, step: int, like: TrainState, mesh: Mesh, base: Any = None, checksums: Any = None
+    ) -> tuple[TrainState, dict[str, Any]]:
         """Restore the state and host values of a complete step, laid out on this mesh, whichever mesh it was saved
         from. ``like``: shapes and dtypes of the state. ``base``: the frozen model, if ``like`` has one: a checkpoint
-        holds only its fingerprint. InputError: the checkpoint has other arrays than this configuration, or another
-        base.
+        holds only its fingerprint. ``checksums``: of the base, if it is not as it was read. InputError: the checkpoint
+        has other arrays than this configuration, or another base.
         """
         self.wait()
         place = self._directory / str(step)
-        has_base = like.policy.base is not None
-        without_base = like.with_role("policy", base=None)
-        state = restore_parts(place, without_base, mesh, base if has_base else None, complete=True)
-        if has_base:
-            state = state.with_role("policy", base=jax.device_put(base, shardings(base, mesh)))
-        return state, read_host(place)
+        frozen: dict[str, Any] = {}
+        if like.policy.base is not None:
+            checksums = checksums_by_name(base) if checksums is None else checksums
+            checksums = jax.device_put(checksums, replicated(mesh))
+            frozen = {"base": jax.device_put(base, shardings(base, mesh)), "checksums": checksums}
+        like = like.with_role("policy", base=None, checksums=None)
+        state = restore_parts(place, like, mesh, frozen.get("checksums"), complete=True)
+        return state.with_role("policy", **frozen), read_host(place)
 
     def _seal(self) -> None:
         """Write the host's arrays and the checksums of a step, in the writing thread, before the step gets its final
@@ -227,8 +227,11 @@ class Checkpoints(contextlib.AbstractContextManager):
 
 
 def restore_policy(step_directory: Path, like: Any, mesh: Mesh, base: Any = None) -> Any:
-    """Restore only the policy of a complete step, as ``restore_parts`` does; ``like`` is a model or an adapter."""
-    return restore_parts(step_directory, parts_of(like), mesh, base).policy.params
+    """Restore only the policy of a complete step, as ``restore_parts`` does; ``like`` is a model, or an adapter of
+    ``base`` as it was read.
+    """
+    checksums = None if base is None else checksums_by_name(base)
+    return restore_parts(step_directory, parts_of(like), mesh, checksums).policy.params
 
 
 def parts_of(params: Any, opt_state: Any = None, role: str = "policy") -> TrainState:
@@ -236,18 +239,19 @@ def parts_of(params: Any, opt_state: Any = None, role: str = "policy") -> TrainS
     return TrainState({role: Role(params, opt_state, None)}, {})
 
 
-def restore_parts(step_directory: Path, like: TrainState, mesh: Mesh, base: Any = None, complete: bool = False) -> Any:
+def restore_parts(
+    step_directory: Path, like: TrainState, mesh: Mesh, checksums: Any = None, complete: bool = False
+) -> Any:
     """Restore parts of the state of a complete step, ``checkpoints/STEP``, on ``mesh``, whichever it was saved from;
     the arrays of the others are not read. ``like``: shapes and dtypes (``jax.eval_shape``) of the parts wanted; None in
-    place of the others. ``base``: the frozen model of the adapter, if there is one. ``complete``: refuse a checkpoint
+    place of the others. ``checksums``: of the adapter's frozen model as it was read. ``complete``: refuse a checkpoint
     with other parts. InputError: the checkpoint is of another model or another base, or cannot be read.
     """
     import orbax.checkpoint as ocp
 
     shapes = flatten(as_shapes(like, shardings(like, mesh)))
     parts = {_part(name) for name in shapes} | {"base"}
-    prints = () if base is None else jax.tree.leaves_with_path(jax.device_get(weight_checksums(base)))
-    prints = {_name(path): value for path, value in prints}
+    prints = jax.device_get(checksums or {})
     for name, x in prints.items():
         shapes[f"base/{name}"] = jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated(mesh))
     saved = _saved(step_directory)

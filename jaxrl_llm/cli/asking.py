@@ -33,7 +33,7 @@ class Policy:
 
 
 def load_policy(name: str, trained: Trained | None, shape: MeshShape = MeshShape()) -> Policy:
-    """Load a run's policy, or the model of this name; the weights are float32 for a model. An adapter is merged."""
+    """Load a run's policy as it samples, or the model of this name, with float32 weights."""
     from jaxrl_llm.models.heads import ScalarModel
     from jaxrl_llm.models.pretrained import load_either
 
@@ -41,7 +41,7 @@ def load_policy(name: str, trained: Trained | None, shape: MeshShape = MeshShape
     if trained is None:
         model, tokenizer = load_either(name, "float32", mesh)
     else:
-        model, tokenizer = load_trained(trained, mesh)
+        model, tokenizer = load_trained(trained, mesh, merged=False)
     scores = isinstance(model, ScalarModel)
     require(not scores, f"{name} is a reward model, which scores text and writes none: give a language model")
     run, step = (None, None) if trained is None else (trained.run, trained.step)

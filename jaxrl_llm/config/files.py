@@ -38,6 +38,8 @@ from jaxrl_llm.tasks.task import MISSING, InMemory
 
 FREE_TO_CHANGE = tuple(dict.fromkeys(name for kind in KINDS for name in names_marked(kind, FREE)))
 """Fields (and all below them) that may change when a run is resumed."""
+DTYPES_OF_BASES = {"float32": "f32", "bfloat16": "bf16"}
+"""``learner.lora.base`` by the dtype of the frozen model."""
 RECORDED_CHANGES = tuple(dict.fromkeys(name for kind in KINDS for name in names_marked(kind, RECORDED)))
 """Fields that may change when a run is resumed, with the change recorded, since it affects what is measured later."""
 RUNS = tuple(f"{kind.__module__}:{kind.__qualname__}" for kind in KINDS)
@@ -264,11 +266,26 @@ def read(path: Path, own: bool = True, calls: bool = True) -> LoadedConfig:
         if calls:
             use_copies(path.parent, origin)
     with _of_this_version(path):
-        run = from_json(data, origin if own else None)
+        run = from_json(as_now_written(data), origin if own else None)
         if isinstance(run, KINDS):
             check_types(run, Unsaveable)
     require(isinstance(run, KINDS), f"{path} does not describe a run")
     return LoadedConfig(path.parent.absolute().name, run, origin, path.parent)
+
+
+def as_now_written(data: Any) -> Any:
+    """Return a config.json's values as this version writes them. Until 0.1.0 the base of adapters had the dtype of
+    ``learner.dtype``, and learner and sampler added the adapters to it.
+    """
+    if isinstance(data, list):
+        return [as_now_written(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    data = {name: as_now_written(item) for name, item in data.items()}
+    lora = data.get("lora")
+    if isinstance(lora, dict) and "base" not in lora and data.get("dtype") in DTYPES_OF_BASES:
+        data["lora"] = lora | {"base": DTYPES_OF_BASES[data["dtype"]], "merged": True}
+    return data
 
 
 def is_run(path: Path) -> bool:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.engine.requests import Request
@@ -23,7 +24,7 @@ from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decode_kernels import ByLength, form_for
 from jaxrl_llm.models.decoder import Decoder, cast, to_parameters, unstack_layers
-from jaxrl_llm.models.lora import merge
+from jaxrl_llm.models.lora import attach, merge, without_adapter
 from jaxrl_llm.sharding import platform_of, sampling_shardings
 from jaxrl_llm.types import Completion, Prompt
 
@@ -68,7 +69,7 @@ class Engine:
             raise InputError(f"slots must be at least 1 and max_length at least 2, got {slots} and {max_length}")
         self.slots = slots
         self.max_length = max_length
-        dtype = jax.tree.leaves(model)[0].dtype
+        dtype = model.weights.final_norm.dtype
         sharing = 1 if strict else min(group, slots)
         self.form = form_for(model.config.attention, slots, mesh) if isinstance(form, str) else form
         self._spec = EngineSpec(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing, self.form)
@@ -306,7 +307,7 @@ def backend_for(
     """Return a backend for models like this one, and the function from the learner's weights to the sampler's.
 
     Args:
-      model: shapes suffice, without an adapter.
+      model: shapes suffice.
       dtype: to sample in; None samples from the weights as they are.
       learner: the mesh that the model is on.
       sampler: the mesh to sample on.
@@ -317,43 +318,76 @@ def backend_for(
     """
     if dtype is None:
         return kind(model, mesh=sampler, **sizes), lambda model: model
-    shapes = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), platform_of(sampler), router_bits), model)
+    shapes = jax.eval_shape(lambda m: for_sampling(m, platform_of(sampler), router_bits, dtype), model)
     return kind(shapes, mesh=sampler, **sizes), weights_for_sampling(model, dtype, learner, sampler, keep, router_bits)
 
 
-def for_sampling(model: Decoder, platform: str, router_bits: int = 0) -> Decoder:
-    """Return the model in the form that is fastest in an engine on a platform ("cpu", "gpu" or "tpu"). ``router_bits``:
-    by which it chooses experts (``Experts.bits``); InputError: they are above 0, and the model is dense.
+def for_sampling(model: Decoder, platform: str, router_bits: int = 0, dtype: Any = None) -> Decoder:
+    """Return the model in the form that is fastest in an engine on a platform ("cpu", "gpu" or "tpu"), in ``dtype`` if
+    that is given. ``router_bits``: by which it chooses experts (``Experts.bits``); InputError: they are above 0, and
+    the model is dense.
     """
+    if dtype is not None:
+        adapter = getattr(model.weights.blocks, "adapter", None)
+        model = cast(model, dtype)
+        model = merge(model, dtype) if adapter is not None and adapter.merged else model
     if router_bits:
         if model.config.experts is None:
             raise InputError(f"rollout.engine.router_bits {router_bits} needs a model with experts: set it to 0")
         rounding = dataclasses.replace(model.config.experts, bits=router_bits)
-        model = Decoder(dataclasses.replace(model.config, experts=rounding), to_parameters(model))
-    return unstack_layers(model) if platform == "gpu" else model
+        parameters = to_parameters(model) | {"blocks": model.weights.blocks}
+        model = Decoder(dataclasses.replace(model.config, experts=rounding), parameters)
+    stacked = hasattr(model.weights.blocks, "attn")
+    return unstack_layers(model) if platform == "gpu" and stacked else model
+
+
+class AdaptedWeights:
+    """The function from a policy with an adapter to weights to sample from, on the mesh ``sampler``. The frozen model
+    is the learner's own arrays, or where the layouts differ a copy that is made once for the run; factors are laid out
+    at each call, in ``dtype``. ``convert``: as ``for_sampling``.
+    """
+
+    def __init__(self, dtype: Any, sampler: Mesh, convert: Callable[[Decoder], Decoder]):
+        self._sampler, self._convert = sampler, convert
+        self._narrow = jax.jit(functools.partial(optax.tree.cast, dtype=dtype))
+        self._source: list[jax.Array] = []
+        self._base: Any = None
+
+    def __call__(self, policy: Decoder) -> Decoder:
+        """Return the weights to sample from."""
+        source = jax.tree.leaves(to_parameters(policy))
+        if len(source) != len(self._source) or any(a is not b for a, b in zip(source, self._source, strict=True)):
+            self._source, self._base = source, self._laid_out(self._convert(without_adapter(policy)))
+        factors = Decoder(policy.config, {"blocks": {"adapter": self._narrow(policy.weights.blocks.adapter)}})
+        return attach(self._base, self._laid_out(factors).weights.blocks.adapter)
+
+    def _laid_out(self, model: Decoder) -> Decoder:
+        return jax.device_put(model, sampling_shardings(model, self._sampler))
 
 
 def weights_for_sampling(
     shapes: Decoder, dtype: Any, learner: Mesh, sampler: Mesh, keep: bool, router_bits: int = 0
 ) -> Callable[[Decoder], Decoder]:
-    """Return a function from the policy to weights to sample from, in one compiled call: in ``dtype``, with an attached
-    adapter added as the learner's layers do, in the platform's form (``for_sampling``), laid out on the mesh
-    ``sampler``, and moved there if it has devices of its own.
+    """Return a function from the policy to weights to sample from, in one compiled call: in ``dtype``, in the form of
+    the platform (``for_sampling``), laid out on the mesh ``sampler``, and moved there if it has devices of its own. For
+    adapters see ``AdaptedWeights``.
 
     Args:
-      shapes: of the policy, without an adapter.
+      shapes: of the policy, as ``policy_shapes`` gives them.
       learner: the mesh that the policy is on.
       keep: whether the weights must outlive the policy, since an update takes its buffers.
       router_bits: see ``for_sampling``.
     """
     separate = learner.devices.tolist() != sampler.devices.tolist()
-    platform = platform_of(sampler)
-    arrange = functools.partial(for_sampling, platform=platform, router_bits=router_bits)
+    arrange = functools.partial(for_sampling, platform=platform_of(sampler), router_bits=router_bits, dtype=dtype)
+    adapter = getattr(shapes.weights.blocks, "adapter", None)
+    if adapter is not None and not adapter.merged:
+        return AdaptedWeights(dtype, sampler, arrange)
     layout = sampling_shardings(jax.eval_shape(arrange, shapes), sampler)
 
     @functools.partial(jax.jit, **({} if separate else {"out_shardings": layout}))
     def convert(policy: Decoder) -> Decoder:
-        weights = arrange(merge(cast(policy, dtype)))
+        weights = arrange(policy)
         return jax.tree.map(jnp.copy, weights) if keep else weights
 
     if separate:

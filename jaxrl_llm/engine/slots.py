@@ -205,7 +205,7 @@ def run_chunk(
 
     light = slots._replace(cache=None, blocks=None)
     chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
-    hidden = jax.ShapeDtypeStruct((rows, config.width), model.weights.embed[...].dtype)
+    hidden = jax.ShapeDtypeStruct((rows, config.width), model.weights.final_norm[...].dtype)
     routes = routes_shape(config, rows)
     shapes = jax.eval_shape(lambda *inputs: sample_token(light, *inputs, jnp.int32(0))[1], hidden, routes)
     draws = jax.tree.map(lambda x: jnp.zeros((steps, *x.shape), x.dtype), shapes)

@@ -10,7 +10,7 @@ import optax
 from optax import contrib
 
 from jaxrl_llm.learner.settings import MUON_RMS, Moments, Optimiser
-from jaxrl_llm.models.lora import INPUTS
+from jaxrl_llm.models.decoder import INPUTS
 from jaxrl_llm.sharding import constrain
 from jaxrl_llm.sharding.rules import RULES, parameter_path
 

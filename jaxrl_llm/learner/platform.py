@@ -159,10 +159,11 @@ def tokens_in_memory(
     """Estimate by a formula the tokens of a microbatch that fit on a device together with the trained model. ``sizes``:
     of the mesh's axes fsdp and tensor. ``memory``: bytes of the device, infinite if unknown.
     """
-    weight_bytes = jnp.dtype(settings.dtype).itemsize
-    bytes_per_weight = weight_bytes + jnp.dtype(compute.dtype).itemsize
-    if not settings.lora.rank:  # a reference, a microbatch's gradients, their sum and two moments in float32
-        bytes_per_weight += 2 * weight_bytes + 3 * 4
+    weight_bytes = jnp.dtype(settings.initial_dtype).itemsize
+    if settings.lora.rank:  # held, and where layers are separate once more, stacked
+        bytes_per_weight = 2 * weight_bytes
+    else:  # itself, a reference, a microbatch's gradients; their sum and two moments in float32; as computed with
+        bytes_per_weight = 3 * weight_bytes + 3 * 4 + jnp.dtype(compute.dtype).itemsize
     free = memory - bytes_per_weight * sum(map(math.prod, parameter_shapes(config).values())) / math.prod(sizes)
     return ACTIVATION_SHARE * free / token_bytes(compute, config, row_tokens, 1 / sizes[1])
 

@@ -191,8 +191,8 @@ class Learner(Setting):
       target_kl: early stopping: end the passes with the first update before which the policy is this far (k3, nats per
         token) from where they began; that update is not applied. None never.
       compute: see ``Compute``.
-      dtype: of the weights that are trained and saved; under ``lora`` of the frozen model (adapters are float32).
-        bfloat16 is refused for weights that are trained at a rate with steps that it would round away.
+      dtype: of the weights that are trained and saved (adapters are float32; of their base see ``Lora``). bfloat16 is
+        refused for weights that are trained at a rate with steps that it would round away.
       lora: train low-rank adapters on the frozen model.
       routing_replay: of a model with experts: "R3" takes the sampler's experts in all passes of the policy (old, live,
         recomputed), "R2" those that the policy would take before the first update (one more forward pass); "off" lets
@@ -218,9 +218,21 @@ class Learner(Setting):
             self.minibatches <= groups,
             f"{where}minibatches {self.minibatches} exceeds {run.group_field} {groups}: groups stay whole",
         )
+        critic = getattr(getattr(run, "recipe", None), "critic", None)
+        trains_whole = not self.lora.rank or (critic is not None and not critic.adapter)
+        require(
+            trains_whole or self.dtype == "float32",
+            f"{where}dtype {self.dtype!r} is of weights that are trained, and this run trains adapters: set "
+            f"{where}lora.base, of the model below them, and leave {where}dtype out",
+        )
         self.optimiser.check_rounding(
             f"{where}optimiser", "float32" if self.lora.rank else self.dtype, f"{where}lora.rank above 0"
         )
+
+    @property
+    def initial_dtype(self) -> str:
+        """Return the dtype in which the run's model is read: of the weights that are trained, or of the frozen base."""
+        return self.lora.read_dtype if self.lora.rank else self.dtype
 
     @property
     def updates(self) -> int:

@@ -29,12 +29,35 @@ from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.decoder import Decoder, cast
 from jaxrl_llm.models.heads import ScalarModel, split_head
-from jaxrl_llm.models.lora import create_adapter, frozen_base, model_of, with_adapter
+from jaxrl_llm.models.lora import create_adapter, freeze_base, frozen_base, model_of, with_adapter
 from jaxrl_llm.sharding import shardings
+from jaxrl_llm.sharding.rules import checksums_by_name
 from jaxrl_llm.types import NOT_FINITE, Role, TrainState
 
-Update = Callable[[TrainState, Packed, dict[str, Any]], tuple[TrainState, Scalars]]
-"""Coefficients by name: ``temperature`` always; ``kl_coef`` and ``entropy_coef`` of the loss's terms; ``target_kl``."""
+
+@dataclasses.dataclass(frozen=True)
+class Update:
+    """The update of one role, ``(state, packed, coefficients) -> (state, metrics)``, of the jitted ``program``. The
+    state is donated, but for the frozen base of adapters, which samplers may read meanwhile.
+
+    Coefficients by name: ``temperature`` always; ``kl_coef`` and ``entropy_coef`` of the loss's terms; ``target_kl``.
+    """
+
+    program: Any
+
+    def __call__(self, state: TrainState, packed: Packed, coefficients: dict[str, Any]) -> tuple[TrainState, Scalars]:
+        """Return the state after the update, and its metrics."""
+        policy = state.policy
+        state, metrics = self.program(*self.arguments(state, packed, coefficients))
+        return state.with_role("policy", base=policy.base, checksums=policy.checksums), metrics
+
+    def arguments(self, state: TrainState, *others: Any) -> tuple[Any, ...]:
+        """Return the arguments of ``program``."""
+        return state.with_role("policy", base=None, checksums=None), state.policy.base, *others
+
+    def lower(self, state: TrainState, packed: Packed, coefficients: dict[str, Any]) -> jax.stages.Lowered:
+        """Lower ``program``."""
+        return self.program.lower(*self.arguments(state, packed, coefficients))
 
 
 def accumulate(
@@ -118,7 +141,7 @@ def make_update(
     rate: optax.Schedule,
     compute: ComputeOptions,
 ) -> Update:
-    """Return the jitted update ``(state, packed, coefficients) -> (state, metrics)`` of one role; the state is donated.
+    """Return the update of one role.
 
     Equal arguments give the same function, so that a second run in one process, or a segment that begins anew, compiles
     nothing; nor does a new value of a coefficient. An update is refused, and the new state equals the old one in all
@@ -130,17 +153,17 @@ def make_update(
     (name,) = {objective.role for objective in objectives}
 
     @functools.partial(jax.jit, donate_argnums=0, compiler_options=dict(compute.compiler))
-    def update(state: TrainState, packed: Packed, coefficients: dict[str, Any]) -> tuple[TrainState, Scalars]:
+    def update(state: TrainState, base: Any, packed: Packed, coefficients: dict[str, Any]) -> Any:
         coefficients = {key: jnp.asarray(coefficient, jnp.float32) for key, coefficient in coefficients.items()}
         role = state.roles[name]
-        with_base = role._replace(base=frozen_base(state, name))
+        with_base = role._replace(base=frozen_base(state.with_role("policy", base=base), name))
         grads, metrics = accumulate(with_base, packed, objectives, coefficients, compute)
         norm = optax.tree.norm(grads)
         lr = jnp.asarray(rate(role.updates), jnp.float32) * coefficients.get("lr_scale", 1.0)
         before = role._replace(opt_state=move_memory(role.opt_state))
         directions, opt_state = optimiser.update(grads, before.opt_state, role.params)
         params = jax.tree.map(lambda w, d: (w.astype(d.dtype) - lr * d).astype(w.dtype), role.params, directions)
-        new = Role(params, opt_state, role.updates + 1, role.base)
+        new = Role(params, opt_state, role.updates + 1)
         counted = sum(packed.counts[objective.name].tokens for objective in objectives)
         refused = {"refused/empty": counted == 0, "refused/not_finite": ~jnp.isfinite(norm + metrics["loss"])}
         if "target_kl" in coefficients and "policy_kl" in metrics:
@@ -154,7 +177,7 @@ def make_update(
             "lr": lr,
         }
 
-    return update
+    return Update(update)
 
 
 class NewRole(NamedTuple):
@@ -200,7 +223,7 @@ def create_state(
     # Each result of a compiled program has a buffer of its own.
     initialise = functools.partial(fresh_state, optimiser, reference, lora, seed, others)
     create = jax.jit(initialise, out_shardings=layout, donate_argnums=(0, 1))
-    return create(*jax.device_put(models, shardings(models, mesh)))
+    return freeze_base(create(*jax.device_put(models, shardings(models, mesh))), mesh)
 
 
 def abstract_state(
@@ -227,7 +250,8 @@ def fresh_state(
     """Return the state of the run's initial model and of those loaded for other roles."""
     decoder, scalar = split_head(model)
     params: Any = create_adapter(decoder.config, lora, jax.random.key(seed), scalar) if lora.rank else model
-    roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), decoder if lora.rank else None)}
+    frozen = (decoder, checksums_by_name(decoder)) if lora.rank else ()
+    roles = {"policy": Role(params, optimiser.init(params), jnp.int32(0), *frozen)}
     for other in others:
         first = other.first(loaded.get(other.name, model))
         roles[other.name] = Role(first, other.optimiser.init(first), jnp.int32(0))

@@ -4,7 +4,7 @@ import dataclasses
 from typing import Annotated, Any
 
 from jaxrl_llm.errors import require
-from jaxrl_llm.system.setting import Range, Setting
+from jaxrl_llm.system.setting import Choice, Range, Setting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,11 +127,21 @@ class Lora(Setting):
       rank: r; 0 trains the whole model.
       alpha: the adapters' product is multiplied by alpha / rank.
       targets: the matrices of each layer that are adapted, of ``ADAPTABLE``; of experts only those named here.
+      base: the frozen model's weights: "bf16" or "f32". Sampler and learner read the same ones.
+      merged: sampler and learner form ``W + alpha / rank a b``, rounded to the type that they compute in, where
+        otherwise ``x W + alpha / rank (x a) b`` is computed, in which no change is too small to count.
     """
 
     rank: Annotated[int, Range("[0, inf]", "0 trains the whole model")] = 0
     alpha: Annotated[float, Range("(0, inf]")] = 32.0
     targets: tuple[str, ...] = ADAPTED
+    base: Annotated[str, Choice("f32", "bf16", unknown=True)] = "bf16"
+    merged: bool = False
+
+    @property
+    def read_dtype(self) -> str:
+        """Return the dtype in which the frozen model is read."""
+        return {"f32": "float32", "bf16": "bfloat16"}[self.base]
 
     def check(self, run: Any, where: str) -> None:
         """Refuse matrices that no layer has, or that are listed twice."""

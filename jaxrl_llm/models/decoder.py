@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from flax import nnx, traverse_util
 
 from jaxrl_llm.models import experts, layers
-from jaxrl_llm.models.config import ComputeOptions, ModelConfig
+from jaxrl_llm.models.config import ADAPTABLE, ComputeOptions, ModelConfig
 from jaxrl_llm.models.experts import Matrices
 from jaxrl_llm.models.families import our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over, layer_windows
 from jaxrl_llm.sharding import activation, gather_layer, head_copies
+from jaxrl_llm.sharding.rules import parameter_path
 
 REMAT = {
     "none": None,
@@ -25,6 +26,10 @@ REMAT = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 """Checkpoint policies by name: the backward pass keeps all of a layer, only its input, or its matrix products."""
+
+
+INPUTS = {"attn/o": 2}
+"""Number of summed axes of a layer's matrix, where it is not one."""
 
 
 class Weights(nnx.Module):
@@ -78,56 +83,93 @@ def to_parameters(model: Any) -> dict[str, Any]:
 
 class Adapter(nnx.Module):
     """Low-rank factors of weights: ``a`` [L, in.., r] and ``b`` [L, r, out..] under each one's path, [L, E, in, r] and
-    [L, E, r, out] of experts (models/lora.py). ``scale`` is static: a weight becomes ``W + scale * a @ b``.
+    [L, E, r, out] of experts (models/lora.py). ``scale`` and ``merged`` (see ``Lora``) are static: a weight W acts as
+    ``W + scale * a @ b``.
     """
 
-    def __init__(self, scale: float, parameters: dict[str, Any]):
+    def __init__(self, scale: float, parameters: dict[str, Any], merged: bool = False):
         self.scale = scale
+        self.merged = merged
         self.weights = Weights(parameters)
 
 
-def add_adapter(w: Weights) -> Weights:
-    """Return one layer's weights with its ``adapter`` added to them; the same object without an adapter."""
-    if not hasattr(w, "adapter"):
-        return w
+FROZEN = frozenset(("embed", "head", *(f"blocks/{name}" for name in ADAPTABLE)))
+"""Paths of the matrices that keep their dtype below an adapter."""
+
+
+def add_adapter(w: Weights, dtype: Any) -> Weights:
+    """Return one layer's weights in ``dtype``, with its ``adapter`` added to them in float32."""
     parameters = to_parameters(w)
-    for part, names in to_parameters(w.adapter).items():
-        for name, factors in names.items():
-            weight = parameters[part][name]
-            a, b = factors["a"], factors["b"]
-            if part == "experts":
-                change = jnp.einsum("eir,ero->eio", a, b, preferred_element_type=jnp.float32)
-            else:
-                change = jnp.tensordot(a, b, 1, preferred_element_type=jnp.float32)
-            parameters[part][name] = (weight.astype(jnp.float32) + w.adapter.scale * change).astype(weight.dtype)
+    changes = to_parameters(w.adapter)
+    for part, names in parameters.items():
+        for name, weight in names.items():
+            if name in changes.get(part, ()):
+                a, b = changes[part][name]["a"], changes[part][name]["b"]
+                if part == "experts":
+                    change = jnp.einsum("eir,ero->eio", a, b, preferred_element_type=jnp.float32)
+                else:
+                    change = jnp.tensordot(a, b, 1, preferred_element_type=jnp.float32)
+                weight = weight.astype(jnp.float32) + w.adapter.scale * change
+            names[name] = weight.astype(dtype)
     return Weights(parameters)
 
 
+def linear(w: Weights, part: str, name: str, x: jax.Array) -> jax.Array:
+    """Multiply x [B, S, in..] by a layer's matrix ``part/name`` [in.., out..]; below an adapter ``x W + scale (x a) b``
+    is computed, without a gradient of W.
+    """
+    matrix = getattr(getattr(w, part), name)[...]
+    inputs = INPUTS.get(f"{part}/{name}", 1)
+    if hasattr(w, "adapter"):
+        factors = getattr(getattr(w.adapter.weights, part, None), name, None)
+        pair = None if factors is None else (factors.a[...], factors.b[...])
+        return layers.project_frozen(inputs, w.adapter.scale, x, matrix, pair)
+    return layers.project(x, matrix) if inputs == 1 else jnp.tensordot(x, matrix, inputs)
+
+
 def cast(model: Decoder, dtype: Any) -> Decoder:
-    """Return the model with every weight in ``dtype``; arrays that already have it are not copied."""
-    return jax.tree.map(lambda x: x.astype(dtype), model)
+    """Return the model with every weight in ``dtype``; arrays that already have it are not copied. Below an adapter the
+    matrices of the frozen model stay as they are: each product converts its own.
+    """
+    decoder = getattr(model, "decoder", model)
+    frozen = FROZEN if hasattr(decoder.weights.blocks, "adapter") else ()
+    return jax.tree.map_with_path(lambda path, x: x if parameter_path(path) in frozen else x.astype(dtype), model)
 
 
 def unstack_layers(model: Decoder) -> Decoder:
-    """Return the model with ``blocks/0``, ``blocks/1``, ... in place of stacked weights, for ``scan_layers`` only."""
+    """Return the model with ``blocks/0``, ``blocks/1``, ... in place of stacked weights: see ``scan_layers``."""
     parameters = to_parameters(model)
     layers = {str(i): jax.tree.map(lambda x, i=i: x[i], parameters["blocks"]) for i in range(model.config.layers)}
     return Decoder(model.config, parameters | {"blocks": layers})
+
+
+def stack_layers(model: Decoder) -> Weights:
+    """Return the weights of all layers, stacked on a leading axis, with an attached adapter."""
+    blocks = model.weights.blocks
+    if hasattr(blocks, "attn"):
+        return blocks
+    layers = [to_parameters(getattr(blocks, str(index))) for index in range(model.config.layers)]
+    stacked = jax.tree.map(lambda *weights: jnp.stack(weights), *layers)
+    return Weights(stacked | ({"adapter": blocks.adapter} if hasattr(blocks, "adapter") else {}))
 
 
 def scan_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Decoder, *inputs: Any) -> tuple[Any, Any]:
     """Run ``jax.lax.scan`` of ``layer(x, (weights, *inputs))`` over the layers; unrolled after ``unstack_layers``.
 
     ``inputs`` have a leading axis of layers. A GPU's compiler copies a slice of stacked weights before a matrix product
-    reads it, three passes through memory instead of one; separate weights are read in place, but compile more slowly.
+    reads it, three passes through memory instead of one; separate weights are read in place, but compile more slowly:
+    36 layers of a learner's update in 45 s, where a scan takes 9.
     """
     blocks = model.weights.blocks
     if hasattr(blocks, "attn"):
         return jax.lax.scan(layer, x, (blocks, *inputs))
     outputs = []
+    adapter = getattr(blocks, "adapter", None)
     for index in range(model.config.layers):
-        layer_inputs = jax.tree.map(lambda stacked, index=index: stacked[index], inputs)
-        x, output = layer(x, (getattr(blocks, str(index)), *layer_inputs))
+        of_layer, *layer_inputs = jax.tree.map(lambda stacked, index=index: stacked[index], (adapter, *inputs))
+        weights = getattr(blocks, str(index))
+        weights = weights if adapter is None else Weights(to_parameters(weights) | {"adapter": of_layer})
+        x, output = layer(x, (weights, *layer_inputs))
         outputs.append(output)
     return x, jax.tree.map(lambda *results: jnp.stack(results), *outputs)
 
@@ -156,7 +198,7 @@ def block(
     post = config.norm.placement != "pre"
     h = activation(norm(x, w.norms.attn[...]) if pre else x, "hidden")
     with jax.named_scope("attention"):
-        q, k, v = (activation(layers.project(h, p[...]), "heads") for p in (w.attn.q, w.attn.k, w.attn.v))
+        q, k, v = (activation(linear(w, "attn", name, h), "heads") for name in "qkv")
         if hasattr(w.attn, "q_bias"):
             biases = (w.attn.q_bias, w.attn.k_bias, w.attn.v_bias)
             q, k, v = (t + b[...][None, None] for t, b in zip((q, k, v), biases, strict=True))
@@ -166,21 +208,22 @@ def block(
         q, k = (layers.rotate(t, cos_sin, config.attention.rope.interleaved) for t in (q, k))
         sinks = w.attn.sinks[...] if config.attention.sinks else None
         out = activation(attend_with_copies(attend, head_copies(k.shape[2]), q, k, v, sinks), "heads")
-        h = activation(jnp.einsum("bsnh,nhd->bsd", out, w.attn.o[...]), "residual")
+        h = activation(linear(w, "attn", "o", out), "residual")
         if hasattr(w.attn, "o_bias"):
             h = h + w.attn.o_bias[...][None, None]
     x = add_residual(x, norm(h, w.norms.attn_post[...]) if post else h, config)
     h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
     routing = None
     if config.experts is None:
-        h = mlp(w.mlp, config, h)
+        h = mlp(w, config, h)
     else:
         with jax.named_scope("experts"):
-            routed, routing = experts.mixture(w.experts, config, h, replayed, compute)
+            matrices = add_adapter(w, h.dtype).experts if hasattr(w, "adapter") else w.experts
+            routed, routing = experts.mixture(matrices, config, h, replayed, compute)
             routed = activation(routed, "residual")
         if hasattr(w, "mlp"):
             gate = jax.nn.sigmoid(layers.product("bsd,d->bs", h, w.experts.shared_gate[...]))
-            routed += gate[..., None].astype(h.dtype) * mlp(w.mlp, config, h)
+            routed += gate[..., None].astype(h.dtype) * mlp(w, config, h)
         h = routed
     return add_residual(x, norm(h, w.norms.mlp_post[...]) if post else h, config), routing
 
@@ -194,8 +237,8 @@ def add_residual(x: jax.Array, change: jax.Array, config: ModelConfig) -> jax.Ar
 def mlp(w: Weights, config: ModelConfig, h: jax.Array) -> jax.Array:
     """Apply a layer's MLP, or its shared expert, to the normalised h [B, S, D]."""
     with jax.named_scope("mlp"):
-        gate, up = (activation(layers.project(h, p[...]), "mlp") for p in (w.gate, w.up))
-        h = layers.project(layers.ACTIVATIONS[config.activation](gate) * up, w.down[...])
+        gate, up = (activation(linear(w, "mlp", name, h), "mlp") for name in ("gate", "up"))
+        h = linear(w, "mlp", "down", layers.ACTIVATIONS[config.activation](gate) * up)
         return activation(h, "residual")
 
 
@@ -222,7 +265,7 @@ def attend_with_copies(
 
 def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
     """Return token embeddings, [..., D]; ids outside the vocabulary (padding may hold anything) are clamped into it."""
-    x = model.weights.embed[...].at[tokens].get(mode="clip")
+    x = model.weights.embed[...].at[tokens].get(mode="clip").astype(model.weights.final_norm.dtype)
     scale = model.config.embeddings.scale
     return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
@@ -262,7 +305,7 @@ def routed(
 
     def apply_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, jax.Array | None]:
         w, rotation, window, forced = per_layer
-        w = gather_layer(add_adapter(w))
+        w = gather_layer(add_adapter(w, x.dtype) if getattr(getattr(w, "adapter", None), "merged", False) else w)
         attend: Any = functools.partial(attention, window=window)
         x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend, forced, compute)
         return activation(x, "residual"), routing
@@ -272,7 +315,7 @@ def routed(
     # First whole: positions divided as the vocabulary is would gather the table instead.
     x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
     by_layer = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
-    inputs = (model.weights.blocks, *layers.layer_constants(config), by_layer)
+    inputs = (stack_layers(model), *layers.layer_constants(config), by_layer)
     x, routing = jax.lax.scan(layer, x, inputs, unroll=compute.unroll)
     hidden = activation(final_hidden(model, x), "hidden")
     return hidden, None if routing is None else jnp.moveaxis(routing, 0, 2)

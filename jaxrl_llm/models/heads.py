@@ -105,6 +105,7 @@ class Head:
       layout: mesh axes of the weights while they are used: only ``tensor`` divides their vocabulary, gathered once,
         since ``fsdp`` divides the positions.
       keep: whether all positions are one chunk, whose logits the forward pass keeps for the backward pass.
+      frozen: whether the weights get no gradient, as below an adapter: one of all of them would be held and added to.
     """
 
     letters: str
@@ -113,6 +114,7 @@ class Head:
     chunk: int
     entropy_gradient: bool
     keep: bool = False
+    frozen: bool = False
 
 
 class Targets(NamedTuple):
@@ -166,8 +168,8 @@ def token_logprobs(
     saves = saves_logits(total, chunk, model.config.vocab_size, keep)
     arrays = hidden, jnp.asarray(targets), kept_tokens
     (hidden, targets, kept_tokens), size, chunks = _pad_to_chunks(arrays, chunk, count)
-    head, static = _head_and_options(model, size, entropy_gradient, saves)
-    spec = Targets(targets, kept_tokens, jnp.asarray(temperature, wide_dtype(hidden)), chunks)
+    head, static = _head_and_options(model, hidden.dtype, size, entropy_gradient, saves)
+    spec = Targets(targets, kept_tokens, jnp.asarray(temperature, layers.wide_dtype(hidden)), chunks)
     logp, entropy = _logprobs(static, hidden, head, spec)
     return logp[:, :total], entropy[:, :total]
 
@@ -190,14 +192,15 @@ def _pad_to_chunks(arrays: Any, chunk: int, count: Any = None) -> tuple[Any, int
 
 
 def _head_and_options(
-    model: Decoder, size: int, entropy_gradient: bool = False, keep: bool = False
+    model: Decoder, dtype: Any, size: int, entropy_gradient: bool = False, keep: bool = False
 ) -> tuple[jax.Array, Head]:
-    """Return the weights of the LM head, and how it is computed."""
+    """Return the weights of the LM head in a dtype, and how it is computed."""
     weights, letters, layout = model.weights, "pcd,dv->pcv", (None, "tensor")
     if model.config.embeddings.tied:
         letters, layout = "pcd,vd->pcv", ("tensor", None)
     head = weights.embed[...] if model.config.embeddings.tied else weights.head[...]
-    return head, Head(letters, layout, model.config.embeddings.logit_softcap, size, entropy_gradient, keep)
+    cap, frozen = model.config.embeddings.logit_softcap, hasattr(getattr(weights, "blocks", None), "adapter")
+    return head.astype(dtype), Head(letters, layout, cap, size, entropy_gradient, keep, frozen)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -232,7 +235,7 @@ def _logprobs_forward(
         outputs = (logit - among, jnp.log(mass) - moment / mass, total, among)
         return put_chunk(index, static.chunk, out, (*outputs, *[capped] * static.keep))
 
-    zeros = jnp.zeros(spec.targets.shape, wide_dtype(hidden))
+    zeros = jnp.zeros(spec.targets.shape, layers.wide_dtype(hidden))
     wide_shape = (*zeros.shape, head.shape[static.letters[4:6].index("v")])
     logits = [constrain(jnp.zeros(wide_shape, zeros.dtype), BATCH, None, "tensor")] if static.keep else []
     logp, entropy, total, among, *logits = over_chunks(static, spec.chunks, body, (*[zeros] * 4, *logits))
@@ -241,7 +244,7 @@ def _logprobs_forward(
 
 def _logprobs_back(
     static: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]
-) -> tuple[jax.Array, jax.Array, None]:
+) -> tuple[jax.Array, jax.Array | None, None]:
     hidden, head, spec, total, among, entropy, logits = saved
     aux = (*cotangents, total, among, entropy, spec.targets, spec.kept_tokens)
 
@@ -272,14 +275,14 @@ def head_gradients(
     aux: Any,
     slopes: Callable[[jax.Array, Any], jax.Array],
     logits: Sequence[jax.Array] = (),
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Return the gradients to hidden states [P, N, D] and to the head, a chunk of positions at a time. ``slopes`` maps
     a chunk's logits over the temperature [P, C, V], and its part of ``aux`` [P, N, ...], to the derivatives by those.
     ``logits``: [P, N, V] in a list if the forward pass kept them; else they are computed again.
     """
     letters = static.letters[4:6]
 
-    def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    def body(index: jax.Array, out: tuple[jax.Array, Any]) -> tuple[jax.Array, Any]:
         h, inputs = take_chunk(index, static.chunk, (hidden, aux))
         if logits:
             capped = jax.lax.dynamic_slice_in_dim(logits[0], index * static.chunk, static.chunk, axis=1)
@@ -289,17 +292,18 @@ def head_gradients(
         slope = slope if static.cap is None else slope * (1 - jnp.square(capped / static.cap))
         slope = slope.astype(h.dtype)
         up = layers.product(f"pcv,{letters}->pcd", slope, head).astype(h.dtype)
+        d_hidden = put_chunk(index, static.chunk, out[0], up)
+        if static.frozen:
+            return d_hidden, None
         down = layers.product(f"pcv,pcd->p{letters}", slope, h)
-        return put_chunk(index, static.chunk, out[0], up), out[1] + constrain(down, BATCH, *static.layout)
+        return d_hidden, out[1] + constrain(down, BATCH, *static.layout)
 
-    parts = constrain(jnp.zeros((hidden.shape[0], *head.shape), wide_dtype(hidden)), BATCH, *static.layout)
+    parts = None
+    if not static.frozen:
+        parts = jnp.zeros((hidden.shape[0], *head.shape), layers.wide_dtype(hidden))
+        parts = constrain(parts, BATCH, *static.layout)
     d_hidden, d_head = over_chunks(static, chunks, body, (jnp.zeros_like(hidden), parts))
-    return d_hidden, jnp.sum(d_head, axis=0).astype(head.dtype)
-
-
-def wide_dtype(x: jax.Array) -> Any:
-    """Return the dtype of sums and logits: float64 if x is float64, else float32."""
-    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+    return d_hidden, None if d_head is None else jnp.sum(d_head, axis=0).astype(head.dtype)
 
 
 def over_chunks(static: Head, chunks: jax.Array, body: Callable[[Any, Any], Any], out: Any) -> Any:
@@ -386,9 +390,9 @@ def token_divergence(
     whole_states = isinstance(teacher, TeacherStates)
     positions: Any = (teacher.hidden,) if whole_states else tuple(teacher)
     (hidden, positions), size, chunks = _pad_to_chunks((hidden, positions), chunk, count)
-    head, static = _head_and_options(model, size)
-    theirs, other = _head_and_options(teacher.model, size) if whole_states else (None, None)
-    frozen = _Frozen(positions, theirs, jnp.asarray(temperature, wide_dtype(hidden)), chunks)
+    head, static = _head_and_options(model, hidden.dtype, size)
+    theirs, other = _head_and_options(teacher.model, teacher.hidden.dtype, size) if whole_states else (None, None)
+    frozen = _Frozen(positions, theirs, jnp.asarray(temperature, layers.wide_dtype(hidden)), chunks)
     return _divergence(_Comparison(static, other, divergence), hidden, head, frozen)[:, :total]
 
 
@@ -396,7 +400,7 @@ def top_tokens(model: Decoder, hidden: jax.Array, k: int, temperature: jax.Array
     """Return a teacher's k most likely tokens at each position, of those below ``limit`` that the student has too."""
     total = hidden.shape[1]
     (hidden,), size, _ = _pad_to_chunks((hidden,), CHUNK)
-    head, static = _head_and_options(model, size)
+    head, static = _head_and_options(model, hidden.dtype, size)
     head = constrain(head, *static.layout)
 
     def body(index: jax.Array, out: tuple[jax.Array, jax.Array]) -> Any:
@@ -405,7 +409,7 @@ def top_tokens(model: Decoder, hidden: jax.Array, k: int, temperature: jax.Array
         return put_chunk(index, size, out, (ids, top_classes(logp, ids)))
 
     shape = hidden.shape[:2]
-    blank = jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k + 1), wide_dtype(hidden))
+    blank = jnp.zeros((*shape, k), jnp.int32), jnp.zeros((*shape, k + 1), layers.wide_dtype(hidden))
     ids, logp = jax.lax.fori_loop(0, hidden.shape[1] // size, body, blank)
     return TopTokens(ids[:, :total], logp[:, :total])
 
@@ -422,7 +426,9 @@ def _class_logp(
         ids, theirs = inputs
         logp = jax.nn.log_softmax(scaled)
         return top_classes(logp, ids), theirs.astype(scaled.dtype), logp
-    other = _head_logits(static.teacher, inputs[0], frozen.head, frozen.temperature.astype(wide_dtype(inputs[0])))
+    other = _head_logits(
+        static.teacher, inputs[0], frozen.head, frozen.temperature.astype(layers.wide_dtype(inputs[0]))
+    )
     both = min(scaled.shape[-1], other.shape[-1])
     logp = jax.nn.log_softmax(scaled[..., :both])
     return logp, jax.nn.log_softmax(other[..., :both]).astype(scaled.dtype), logp
@@ -445,11 +451,13 @@ def _divergence_forward(
         ours, theirs, _ = _class_logp(static, _head_logits(static.head, h, head, frozen.temperature), inputs, frozen)
         return put_chunk(index, static.head.chunk, out, static.divergence(ours, theirs))
 
-    blank = jnp.zeros(hidden.shape[:2], wide_dtype(hidden))
+    blank = jnp.zeros(hidden.shape[:2], layers.wide_dtype(hidden))
     return jax.lax.fori_loop(0, frozen.chunks, body, blank), (hidden, head, frozen)
 
 
-def _divergence_backward(static: _Comparison, saved: Any, cotangent: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _divergence_backward(
+    static: _Comparison, saved: Any, cotangent: jax.Array
+) -> tuple[jax.Array, jax.Array | None, None]:
     hidden, head, frozen = saved
 
     def slopes(scaled: jax.Array, inputs: Any) -> jax.Array:

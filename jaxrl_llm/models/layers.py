@@ -34,8 +34,7 @@ def _einsum_wide(letters: str, x: jax.Array, y: jax.Array, widened: bool = False
     if widened:
         x = x.astype(jnp.float32)
         y = y.astype(jnp.float32)
-    wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
-    return jnp.einsum(letters, x, y, preferred_element_type=wide)
+    return jnp.einsum(letters, x, y, preferred_element_type=wide_dtype(x))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -55,6 +54,11 @@ def _einsum_bfloat16_back(letters: str, saved: tuple[jax.Array, ...], g: jax.Arr
 _einsum_bfloat16.defvjp(lambda letters, x, y: (_einsum_bfloat16(letters, x, y), (x, y)), _einsum_bfloat16_back)
 
 
+def wide_dtype(x: jax.Array) -> Any:
+    """Return the dtype of sums and logits: float64 if x is float64, else float32."""
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
 @jax.custom_vjp
 def project(x: jax.Array, w: jax.Array) -> jax.Array:
     """Multiply x [B, S, D] by w [D, ...]. The custom gradient of the weights is the same product with its operands
@@ -70,6 +74,54 @@ def _project_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple
 
 
 project.defvjp(lambda x, w: (jnp.tensordot(x, w, 1), (x, w)), _project_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def project_frozen(
+    inputs: int, scale: float, x: jax.Array, w: jax.Array, factors: tuple[jax.Array, jax.Array] | None
+) -> jax.Array:
+    """Multiply x [B, S, in..] by a frozen w [in.., out..] of any dtype, and add ``scale * (x a) b`` of its factors a
+    [in.., r] and b [r, out..], if any. Both products are added in float32: a change below half a step of w's dtype
+    counts. The backward pass forms nothing of w's size.
+
+    Args:
+      inputs: number of summed axes, 1 or 2.
+    """
+    return _project_frozen(inputs, scale, x, w, factors)[0]
+
+
+def _project_frozen(inputs: int, scale: float, x: jax.Array, w: jax.Array, factors: Any) -> tuple[jax.Array, Any]:
+    wide = functools.partial(jnp.tensordot, axes=inputs, preferred_element_type=wide_dtype(x))
+    out = wide(x, w.astype(x.dtype))
+    if factors is None:
+        return out.astype(x.dtype), (x, w, None, None)
+    a, b = factors
+    narrow = wide(x, a).astype(x.dtype)
+    change = jnp.tensordot(narrow, b, 1, preferred_element_type=out.dtype)
+    return (out + scale * change).astype(x.dtype), (x, w, narrow, factors)
+
+
+def _project_frozen_backward(inputs: int, scale: float, saved: Any, g: jax.Array) -> tuple[jax.Array, None, Any]:
+    x, w, narrow, factors = saved
+    outputs = w.ndim - inputs
+
+    def back(g: jax.Array, w: jax.Array, outputs: int) -> jax.Array:
+        axes = (tuple(range(g.ndim - outputs, g.ndim)), tuple(range(w.ndim - outputs, w.ndim)))
+        return jnp.tensordot(g, w, axes, preferred_element_type=wide_dtype(x))
+
+    d_x = back(g, w.astype(x.dtype), outputs)
+    if factors is None:
+        return d_x.astype(x.dtype), None, None
+    a, b = factors
+    d_narrow = (scale * back(g, b, outputs)).astype(x.dtype)
+    rows = ((0, 1), (0, 1))
+    d_a = jnp.tensordot(x, d_narrow, rows, preferred_element_type=wide_dtype(x))
+    d_b = scale * jnp.tensordot(narrow, g, rows, preferred_element_type=wide_dtype(x))
+    d_x = d_x + back(d_narrow, a, 1)
+    return d_x.astype(x.dtype), None, (d_a.astype(a.dtype), d_b.astype(b.dtype))
+
+
+project_frozen.defvjp(_project_frozen, _project_frozen_backward)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:

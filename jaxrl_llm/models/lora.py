@@ -1,11 +1,12 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685): ``W + alpha / rank * a @ b`` on top of a frozen model.
 
-The sum is formed inside each layer, where it runs, so no gradient of a whole stack of weights ever exists: gradients,
-moments and checkpoints have the adapter's size. The reference is the base with the initial adapter, which is zero, so
+Each product is ``x W + alpha / rank (x a) b``, so no gradient of a frozen matrix ever exists: gradients, moments and
+checkpoints have the adapter's size. The reference is the base with the initial adapter, which is zero, so
 it costs no second copy of the weights. An adapter with a ``scalar`` [D] represents a ``ScalarModel``: its head is
 trained directly, and its base may be a language model.
 """
 
+import functools
 import math
 from typing import Any
 
@@ -14,12 +15,19 @@ import jax.numpy as jnp
 
 from jaxrl_llm.errors import require
 from jaxrl_llm.models.config import Lora, ModelConfig
-from jaxrl_llm.models.decoder import Adapter, Decoder, add_adapter, parameter_shapes, to_parameters
+from jaxrl_llm.models.decoder import (
+    INPUTS,
+    Adapter,
+    Decoder,
+    add_adapter,
+    parameter_shapes,
+    stack_layers,
+    to_parameters,
+    unstack_layers,
+)
 from jaxrl_llm.models.heads import ScalarModel, split_head, with_scalar_head
+from jaxrl_llm.sharding import platform_of, shardings
 from jaxrl_llm.types import TrainState
-
-INPUTS = {"attn/o": 2}
-"""Number of summed axes of a weight, where it is not one."""
 
 
 def create_adapter(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any = None) -> Adapter:
@@ -43,36 +51,77 @@ def create_adapter(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any 
     targets = ", ".join(lora.targets)
     require(bool(parameters), f"learner.lora.targets {targets}: a {config.family} model has none of them; add attn/q")
     head = {} if scalar is None else {"scalar": jnp.asarray(scalar, jnp.float32)}
-    return Adapter(lora.alpha / lora.rank, {"blocks": parameters} | head)
+    return Adapter(lora.alpha / lora.rank, {"blocks": parameters} | head, lora.merged)
 
 
 def with_adapter(base: Decoder | None, policy: Any) -> Any:
     """Return the model of ``policy``: itself without a base, or else the base with this adapter in its layers, a
-    ``ScalarModel`` if it has a scalar head. Nothing is computed or copied; ``forward`` adds the two layer by layer.
+    ``ScalarModel`` if it has a scalar head. Nothing is computed or copied: see ``decoder.linear``.
     """
     if base is None:
         return policy
-    parameters = to_parameters(base)
     parameters_of_policy = to_parameters(policy)
-    adapter = Adapter(policy.scale, parameters_of_policy["blocks"])
-    model = Decoder(base.config, parameters | {"blocks": parameters["blocks"] | {"adapter": adapter}})
+    model = attach(base, Adapter(policy.scale, parameters_of_policy["blocks"], policy.merged))
     return with_scalar_head(model, parameters_of_policy["scalar"]) if "scalar" in parameters_of_policy else model
 
 
+def attach(base: Decoder, adapter: Adapter) -> Decoder:
+    """Return the frozen model with factors for the weights of its layers, in place of those that it may have."""
+    parameters = to_parameters(base)
+    return Decoder(base.config, parameters | {"blocks": parameters["blocks"] | {"adapter": adapter}})
+
+
 def without_adapter(model: Decoder) -> Decoder:
-    """Return the frozen model below an attached adapter; of a model without one an equal model."""
-    return Decoder(model.config, to_parameters(model))
+    """Return the frozen model below an attached adapter, which computes as it does below one."""
+    blocks = model.weights.blocks
+    return attach(model, Adapter(1.0, {}, blocks.adapter.merged)) if hasattr(blocks, "adapter") else model
 
 
-def merge(model: Decoder | ScalarModel) -> Any:
-    """Return an ordinary model, in one dtype: an attached adapter is added to the weights, one layer at a time."""
+def held_form(base: Decoder, platform: str) -> Decoder:
+    """Return a frozen model in the form in which learner and sampler read it on a platform ("cpu", "gpu" or "tpu"): one
+    of both, which is donated. GPUs decode from separate layers, and the learner stacks them for an update. CPUs, whose
+    products are float32, get that: widening a layer at each decode step took a fifth of their speed.
+    """
+    if platform == "cpu":
+        return jax.tree.map(lambda x: x.astype(jnp.float32), base)
+    return unstack_layers(base) if platform == "gpu" else base
+
+
+def freeze_base(state: TrainState, mesh: Any) -> TrainState:
+    """Return the state with its frozen base, if it has one, in ``held_form``."""
+    base = state.policy.base
+    if base is None:
+        return state
+    convert = functools.partial(held_form, platform=platform_of(mesh))
+    layout = shardings(jax.eval_shape(convert, base), mesh)
+    held = jax.jit(convert, out_shardings=layout, donate_argnums=0)(base)
+    return state.with_role("policy", base=held)
+
+
+def policy_shapes(base: Decoder, lora: Lora, platform: str) -> Decoder:
+    """Return the shapes of the policy as it is sampled from: ``base``, or its held form with an adapter."""
+    if not lora.rank:
+        return base
+
+    def make(base: Decoder) -> Any:
+        adapter = create_adapter(base.config, lora, jax.random.key(0))
+        return with_adapter(held_form(base, platform), adapter)
+
+    return jax.eval_shape(make, base)
+
+
+def merge(model: Decoder | ScalarModel, dtype: Any = jnp.float32) -> Any:
+    """Return an ordinary model in ``dtype``: an attached adapter is added to the weights, one layer at a time. Only
+    float32 keeps the smallest changes of a bfloat16 base. A model without an adapter is returned unchanged.
+    """
     decoder, scalar = split_head(model)
-    parameters = to_parameters(decoder)
     blocks = decoder.weights.blocks
     if not hasattr(blocks, "adapter"):
         return model
-    merged = Decoder(decoder.config, parameters | {"blocks": jax.lax.map(add_adapter, blocks)})
-    return merged if scalar is None else with_scalar_head(merged, scalar.astype(parameters["embed"].dtype))
+    stacked = {"blocks": jax.lax.map(functools.partial(add_adapter, dtype=dtype), stack_layers(decoder))}
+    outside = {name: x.astype(dtype) for name, x in to_parameters(decoder).items() if name != "blocks"}
+    merged = Decoder(decoder.config, outside | stacked)
+    return merged if scalar is None else with_scalar_head(merged, scalar.astype(dtype))
 
 
 def frozen_base(state: TrainState, name: str) -> Any:

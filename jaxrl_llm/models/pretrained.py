@@ -319,7 +319,9 @@ def load_adapted(folder: Path, dtype: str, mesh: Any, scores: bool | None) -> tu
     if mesh is not None:
         adapter = lay_out(adapter, shardings(adapter, mesh))
     layout = None if mesh is None else shardings(decoder, mesh)
-    add = jax.jit(lambda base, adapter: merge(with_adapter(base, adapter)), donate_argnums=0, out_shardings=layout)
+    add = jax.jit(
+        lambda base, adapter: merge(with_adapter(base, adapter), dtype), donate_argnums=0, out_shardings=layout
+    )
     merged = add.eval_shape(decoder, adapter) if only_shapes(mesh) else add(decoder, adapter)
     return merged if head is None else with_scalar_head(merged, head), adapted_tokenizer or tokenizer
 

@@ -84,9 +84,8 @@ def memory_of_learning(
             needs.append(compiled_temporary(compiled[planned.name], programs.bytes_per_device(arrays.state) + packed))
             continue
         # Gradients twice: those of a microbatch, and their sum in float32.
-        gradients = sum(
-            programs.bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in jax.tree.leaves(planned.role)
-        )
+        params = jax.tree.leaves(planned.role.params)
+        gradients = sum(programs.bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in params)
         needs.append(gradients + pass_by_formula(planned, update=True))
     for planned in arrays.passes:
         # A step's data is packed for its updates after the passes. What reads all data before the first step does so
@@ -104,7 +103,7 @@ def memory_of_learning(
         and arrays.sampler.rollout.collect.staleness
         and not run.mesh.rollout
     ):
-        sampled = programs.bytes_per_device(arrays.sampled)
+        sampled = programs.sampling_bytes(arrays, apart=False)
     judges = 0 if run.mesh.rollout else judge_bytes(arrays)
     return dataclasses.replace(base, judges=judges, sampled=sampled, batch=batch, temporary=max(needs))
 
@@ -142,7 +141,8 @@ def memory_of_sampling(
         logits = 4 * 4 * rollout.engine.slots / parts * config.vocab_size * share
         needs.append(max(logits, blocks) + waiting)
     base = DeviceMemory() if run.mesh.rollout else state_memory(arrays)
-    return dataclasses.replace(base, judges=judge_bytes(arrays), sampled=sampled, cache=slots, temporary=max(needs))
+    copied = programs.sampling_bytes(arrays, bool(run.mesh.rollout))
+    return dataclasses.replace(base, judges=judge_bytes(arrays), sampled=copied, cache=slots, temporary=max(needs))
 
 
 def compiled_temporary(program: programs.Compiled, size: float) -> float:
@@ -168,6 +168,9 @@ def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
     config = planned.model.config
     share = programs.device_share(planned.gathered)
     cast = sum(programs.bytes_per_device(x) * planned.width / x.dtype.itemsize for x in jax.tree.leaves(planned.model))
+    blocks = split_head(planned.model)[0].weights.blocks
+    if hasattr(blocks, "adapter"):  # each product converts its own; separate layers are stacked
+        cast = 0 if hasattr(blocks, "attn") else programs.bytes_per_device(blocks)
     tokens = layout.rows * layout.row_tokens / layout.parts
     positions = planned.packed.predictions.target.shape[-1]
     logits = 3 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share * planned.predicts

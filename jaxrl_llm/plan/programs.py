@@ -44,7 +44,7 @@ from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
 from jaxrl_llm.models.decoding import empty_cache
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.hf import read_config
-from jaxrl_llm.models.lora import frozen_base, model_of
+from jaxrl_llm.models.lora import frozen_base, held_form, model_of, policy_shapes
 from jaxrl_llm.models.peft import base_model_name, is_adapter
 from jaxrl_llm.models.pretrained import model_config_of
 from jaxrl_llm.plan import hlo
@@ -52,6 +52,7 @@ from jaxrl_llm.plan.hlo import HloLoop, cycles, find_loops
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.runs import architecture_of, find_run
 from jaxrl_llm.sharding.mesh import without_compilation_cache
+from jaxrl_llm.sharding.rules import parameter_path
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Architectures, Outline, Pass, PlannedSampler
 from jaxrl_llm.system import storage
@@ -141,9 +142,13 @@ def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
 
 def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
     """Return the run's arrays, where ``mesh`` learns and ``where`` samples (either may be abstract). ``initial``: the
-    model at the start, as shapes.
+    policy at the start as it is sampled from, as shapes.
     """
-    state = sharding.as_shapes(outline.state, sharding.shardings(outline.state, mesh))
+    state = outline.state
+    if state.policy.base is not None:
+        held = functools.partial(held_form, platform=sharding.platform_of(mesh))
+        state = state.with_role("policy", base=jax.eval_shape(held, state.policy.base))
+    state = sharding.as_shapes(state, sharding.shardings(state, mesh))
     names = tuple(objective.name for training in outline.training for objective in training.objectives)
     samples = outline.samples(outline.groups.longest)
     packed, microbatches = packed_shapes(samples, outline.forward.layout, names)
@@ -179,7 +184,7 @@ def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) ->
 def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtype: Any, where: Any) -> SamplingArrays:
     """Add the sampling weights, and all slots at their largest: longest prompts and completions, most prompt blocks."""
     rollout = sampler.rollout
-    sampled = jax.eval_shape(lambda m: for_sampling(cast(m, dtype), sharding.platform_of(where)), model)
+    sampled = jax.eval_shape(lambda m: for_sampling(m, sharding.platform_of(where), dtype=dtype), model)
     engine = rollout.engine
     group = 1 if engine.strict else min(rollout.group, engine.slots)
     form = form_for(model.config.attention, engine.slots, where) if engine.attention == "auto" else None
@@ -198,6 +203,20 @@ def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtyp
         sampled=sharding.as_shapes(sampled, sharding.sampling_shardings(sampled, where)),
         slots=sharding.as_shapes(slots, slot_shardings(slots, where)), slot_shape=shape, build=build,
     )  # fmt: skip
+
+
+def sampling_bytes(arrays: SamplingArrays, apart: bool) -> int:
+    """Return the bytes of the weights to sample from on one device, without those of a frozen model that the learner
+    holds there in the same layout. ``apart``: whether other devices sample.
+    """
+    base = {} if apart else {parameter_path(p): x for p, x in jax.tree.leaves_with_path(arrays.state.policy.base)}
+
+    def is_shared(path: tuple, x: Any) -> bool:
+        held = base.get(parameter_path(path))
+        key = lambda x: (x.dtype, x.sharding.shard_shape(x.shape))  # noqa: E731
+        return held is not None and key(held) == key(x)
+
+    return bytes_per_device([x for path, x in jax.tree.leaves_with_path(arrays.sampled) if not is_shared(path, x)])
 
 
 def bytes_per_device(tree: Any) -> int:
@@ -260,9 +279,10 @@ def planned_run(
     models. Without devices the meshes are abstract, of the ``machine``, and nothing can be compiled.
     """
     mesh, where = run_meshes(run, devices, machine)
-    model = abstract_model(config, run.learner.dtype)
+    model = abstract_model(config, run.learner.initial_dtype)
     outline = planned_stage(run).outline(run, model, mesh, where, find)
-    return PlannedRun(run, mesh, where, outline, planned_arrays(outline, model, mesh, where))
+    policy = policy_shapes(model, run.learner.lora, sharding.platform_of(mesh))
+    return PlannedRun(run, mesh, where, outline, planned_arrays(outline, policy, mesh, where))
 
 
 def run_meshes(run: Configuration, devices: list[Any] | None, machine: Machine | None = None) -> tuple[Any, Any]:
@@ -283,7 +303,7 @@ def planned_stage(run: Configuration) -> ModuleType:
 
 def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
     """Lower a program of the run, at its largest: all slots, the longest prompts, the last call of several. ``weights``
-    casts and lays out the policy for sampling; ``refill`` fills slots and blocks with a call's prompts.
+    casts and lays out the policy for sampling, and ``refill`` fills slots and blocks with a call's prompts.
     """
     arrays = target.arrays
     scalar = jax.ShapeDtypeStruct((), np.float32)
@@ -329,7 +349,8 @@ def program_meshes(target: PlannedRun) -> dict[str, Mesh]:
     """Return the run's programs in order, each with its mesh; weights that move to other devices need none."""
     meshes = {}
     if isinstance(target.arrays, SamplingArrays):
-        meshes = {} if target.run.mesh.rollout else {"weights": target.mesh}
+        adapter = getattr(target.arrays.sampled.weights.blocks, "adapter", None)
+        meshes = {} if target.run.mesh.rollout or adapter is not None else {"weights": target.mesh}
         meshes |= dict.fromkeys(("prompts", "refill", "decode"), target.where)
     return meshes | {model.name: model.forward.mesh for model in (*target.arrays.passes, *target.arrays.learned)}
 

@@ -326,6 +326,7 @@ def sampling_costs(arrays: programs.SamplingArrays, work: Work) -> dict[str, tup
     share = programs.device_share(arrays.sampled)
     weights = programs.bytes_per_device(arrays.sampled)
     policy = arrays.state.policy
+    copied = programs.sampling_bytes(arrays, apart=False)
     rows, piece, calls = programs.prompt_calls(rollout.max_prompt_tokens, shape.parts)
     pairs = visible_pairs(config, 0, piece * calls) / calls
     prefill = forward_flops(config, piece, pairs, 0) * rows / shape.parts * share
@@ -342,7 +343,7 @@ def sampling_costs(arrays: programs.SamplingArrays, work: Work) -> dict[str, tup
     )
     fixed = (weights + blocks) * chunk
     return {
-        "weights": (1.0, Cost(0.0, programs.bytes_per_device((policy.params, policy.base)) + weights)),
+        "weights": (1.0, Cost(0.0, copied + (copied if policy.base else programs.bytes_per_device(policy.params)))),
         "prompts": (math.ceil(rollout.prompts / rows) * calls, Cost(prefill, weights)),
         "decode": (filled.chunks, Cost(decode * chunk, moved * chunk, fixed=fixed, share=filled.read)),
     }
@@ -474,7 +475,8 @@ def traffic_by_formula(
         width = arrays.slots.cache.k.dtype.itemsize
         slots = rollout.engine.slots / batch_parts(sizes)
         steps = config.layers * rollout.engine.chunk
-        sent["weights"] = [Collective("all-gather", programs.bytes_per_device(arrays.sampled), axes["fsdp"], 1)]
+        copied = programs.sampling_bytes(arrays, apart=False)
+        sent["weights"] = [Collective("all-gather", copied, axes["fsdp"], 1)]
         sent["decode"] = [
             Collective("all-reduce", slots * config.width * width, axes["tensor"], 2 * steps),
             *expert_exchange(config, slots, width, axes, steps),

@@ -116,17 +116,21 @@ def _constrain_layer(layer: Any, skip: Sequence[str]) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
 
     def leaf(path: tuple, x: jax.Array) -> jax.Array:
-        name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-        return jax.lax.with_sharding_constraint(x, layout_of(f"blocks/0/{name}", x.shape, mesh, skip).spec)
+        return jax.lax.with_sharding_constraint(x, layout_of(f"blocks/0/{leaf_name(path)}", x.shape, mesh, skip).spec)
 
     return jax.tree.map_with_path(leaf, layer)
 
 
 def parameter_path(path: tuple) -> str:
     """Return ``blocks/attn/q`` from the key path of a leaf inside a model; "" outside of one."""
-    name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
-    _, inside, parameter = f"/{name}".rpartition("/weights/")
+    _, inside, parameter = f"/{leaf_name(path)}".rpartition("/weights/")
     return parameter if inside else ""
+
+
+def leaf_name(path: tuple) -> str:
+    """Return a leaf's key path as text; of an attached adapter's factors that of the weight, and the factor."""
+    name = jax.tree_util.keystr(path, simple=True, separator="/").removesuffix("/value")
+    return name.replace("adapter/weights/", "")
 
 
 def only_shapes(mesh: Any) -> bool:
@@ -184,6 +188,11 @@ def weight_checksums(model: Any) -> Any:
     element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes.
     """
     return jax.tree.map(_checksum, model)
+
+
+def checksums_by_name(model: Any) -> dict[str, jax.Array]:
+    """Return the ``weight_checksums`` of a model by parameter path."""
+    return {parameter_path(path): x for path, x in jax.tree.leaves_with_path(weight_checksums(model))}
 
 
 def weights_digest(model: Any) -> str:

@@ -24,6 +24,7 @@ from jaxrl_llm.learner.objectives import NextToken, Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import policy_shapes
 from jaxrl_llm.rewards import Accuracy, Scorer
 from jaxrl_llm.rewards.shaping import TaskReward
 from jaxrl_llm.rollout.episodes import Episodes, episodes_of
@@ -118,7 +119,13 @@ def build_exam(
     check_positions(length, model.config, "answering.max_new_tokens")
     dtype = compute_for(run.learner, model.config, platform_of(mesh)).dtype
     engine, prepared = backend_for(
-        model, dtype, mesh, mesh, slots=answering.slots, max_length=length, chunk=answering.chunk
+        policy_shapes(model, run.learner.lora, platform_of(mesh)),
+        dtype,
+        mesh,
+        mesh,
+        slots=answering.slots,
+        max_length=length,
+        chunk=answering.chunk,
     )
     limits = configs.limits_of(tested, answering.max_new_tokens)
     evaluation_set = EvaluationSet(prompts, questions, run.evaluation.samples, run.seed, limits)

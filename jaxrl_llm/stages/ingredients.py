@@ -508,7 +508,12 @@ class CriticRole(Ingredient):
         """
         run, name = self.run, self.critic.model
         optimiser = build(self.critic.optimiser)
-        begins = NewRole(CRITIC, with_value_head, optimiser)
+        dtype = jnp.dtype(run.learner.dtype)
+
+        def with_head(model: Any) -> Any:
+            return jax.tree.map(lambda x: x.astype(dtype), with_value_head(model))
+
+        begins = NewRole(CRITIC, with_head, optimiser)
         if self.critic.adapter:
             key = jax.random.fold_in(jax.random.key(run.seed), 1)  # the policy's adapter takes the seed as it is
             adapter = lambda base: create_adapter(base.config, run.learner.lora, key, jnp.zeros(base.config.width))  # noqa: E731
@@ -520,7 +525,6 @@ class CriticRole(Ingredient):
             attention = "auto" if ATTENTION_PLATFORMS.get(compute.attention) == "gpu" else compute.attention
             settings = run.learner.computing(attention=attention, row_tokens=forward.layout.row_tokens)
             compute = compute_for(settings, config, platform_of(forward.mesh), compute.compiler)
-            dtype = jnp.dtype(run.learner.dtype)
             begins = begins._replace(
                 load=lambda: load_critic(name, run, tokenizer, forward.mesh),
                 shapes=jax.eval_shape(lambda: with_value_head(initialise(config, jax.random.key(0), dtype))),

@@ -19,6 +19,7 @@ from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for, rows_for_turns
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
+from jaxrl_llm.models.lora import policy_shapes
 from jaxrl_llm.rollout.collect import Sampler
 from jaxrl_llm.rollout.groups import AdmissionPolicy, GroupSource
 from jaxrl_llm.rules import (
@@ -202,8 +203,9 @@ def build_engine(
     ``model`` may be shapes, and the devices of ``mesh``, which learns in ``dtype``, described only.
     """
     rollout, engine = run.rollout, run.rollout.engine
+    policy = policy_shapes(model, run.learner.lora, platform_of(mesh))
     return backend_for(
-        model, dtype, mesh, sampling_mesh, rollout.collect.staleness > 0, slots=engine.slots,
+        policy, dtype, mesh, sampling_mesh, rollout.collect.staleness > 0, slots=engine.slots,
         max_length=rollout.max_length, chunk=engine.chunk, strict=engine.strict, group=rollout.group,
         form="auto" if engine.attention == "auto" else None, router_bits=engine.router_bits,
     )  # fmt: skip
@@ -268,7 +270,12 @@ def outline(run: configs.Run, model: Decoder, mesh: Any, where: Any, find: Archi
             rollout,
             rollout.sampling(model.config.tokens.eos, run.learner.keep_sampling_mask),
             lambda mesh, where: weights_for_sampling(
-                model, policy.compute.dtype, mesh, where, rollout.collect.staleness > 0, rollout.engine.router_bits
+                policy_shapes(model, run.learner.lora, platform_of(mesh)),
+                policy.compute.dtype,
+                mesh,
+                where,
+                rollout.collect.staleness > 0,
+                rollout.engine.router_bits,
             ),
         ),
     )

@@ -31,7 +31,9 @@ from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError, naming, one_line, require
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import NewRole, reset_optimiser, reset_reference, with_reference
+from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import split_head
+from jaxrl_llm.models.lora import freeze_base
 from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
 from jaxrl_llm.rules.guards import ENDED
 from jaxrl_llm.runs import as_trained, find_run, host_state, load_model, needs_base
@@ -268,10 +270,10 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
         weights = start is None or needs_base(run, context.directory)
         first_weights = context.weights if start is None and not run.learner.lora.rank else None
         name = run.model if first_weights is None or first_weights.step else f"{first_weights.run}@0"
-        model, tokenizer = load_model(name, run.learner.dtype, mesh if weights else mesh.abstract_mesh)
+        model, tokenizer = load_model(name, run.learner.initial_dtype, mesh if weights else mesh.abstract_mesh)
         trained = as_trained(run, model)
     else:
-        model, tokenizer = jax.eval_shape(policy_base, cursor.state), cursor.tokenizer
+        model, tokenizer = policy_base(cursor.state), cursor.tokenizer
     stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, context.peers)
     stage = add_phase_rule(stage, all_phases, number)
     notes = stage.notes
@@ -301,9 +303,11 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
 
 
 def policy_base(state: TrainState) -> Any:
-    """Return the model that a stage is made of: the policy, or the frozen base of its adapter."""
+    """Return the model that a stage is made of, as shapes: the policy, or its adapter's base as it was read."""
     policy = state.policy
-    return policy.params if policy.base is None else policy.base
+    if policy.base is None:
+        return jax.eval_shape(lambda model: model, policy.params)
+    return jax.eval_shape(functools.partial(initialise, policy.base.config), jax.random.key(0))
 
 
 def add_phase_rule(stage: Stage, run: configs.Configuration, number: int) -> Stage:
@@ -340,7 +344,8 @@ def create_or_restore(
     """Return a fresh state, or that of step ``start``; ``model`` is consumed, or read for its shapes only."""
     if start is not None:
         like = planned_state(run, model, stage.training, stage.reference)
-        return restore_state(store, start, like, mesh, split_head(model)[0], stage)
+        state, host = restore_state(store, start, like, mesh, (split_head(model)[0], None), stage)
+        return freeze_base(state, mesh), host
     others = [role.begins for role in stage.training if role.begins is not None]
     optimiser = build(run.learner.optimiser)
     state = learner.create_state(model, optimiser, stage.reference, mesh, run.learner.lora, run.seed, others)
@@ -368,12 +373,13 @@ def load_carry(run: configs.Configuration, stage: Stage, weights: configs.Start,
 
 
 def restore_state(
-    store: Checkpoints, step: int, like: TrainState, mesh: Any, base: Any, stage: Stage
+    store: Checkpoints, step: int, like: TrainState, mesh: Any, frozen: tuple[Any, Any], stage: Stage
 ) -> tuple[TrainState, LoopState]:
     """Return the device state and the host state of a checkpoint; missing coefficients are the stage's own. The
-    arguments are those of ``Checkpoints.restore``, and the stage of the steps that follow.
+    arguments are those of ``Checkpoints.restore``, ``frozen`` the base and its checksums; and the stage of the steps
+    that follow.
     """
-    state, host_values = store.restore(step, like, mesh, base)
+    state, host_values = store.restore(step, like, mesh, *frozen)
     host = LoopState.from_json(host_values, stage.records)
     host.coefficients = dict(stage.coefficients) | host.coefficients
     host.memory.pop(ENDED, None)
@@ -409,7 +415,7 @@ def take_weights(
     like = jax.eval_shape(parts_of, policy.params, policy.opt_state if same else None)
     for array in jax.tree.leaves((policy.params, policy.opt_state if same else None)):
         array.delete()  # there need not be room for both
-    restored = restore_parts(place, like, mesh, policy.base).policy
+    restored = restore_parts(place, like, mesh, policy.checksums).policy
     why = "a snapshot keeps none" if snapshot else "its settings are"
     note(f"begins with {origin}: its weights" + (" and its optimiser" if same else f"; the optimiser is new, as {why}"))
     return reset_reference(
@@ -428,7 +434,7 @@ def take_other_roles(
         layout = jax.tree.map(lambda array: array.sharding, params)
         shapes = jax.eval_shape(lambda p, role=other.name: parts_of(p, role=role), params)
         if holds(step_directory, shapes):
-            role_params = restore_parts(step_directory, shapes, mesh, state.policy.base).roles[other.name].params
+            role_params = restore_parts(step_directory, shapes, mesh, state.policy.checksums).roles[other.name].params
             note(f"the {other.name} begins with its weights there too")
         elif other.load is None and state.policy.base is None:
             role_params = jax.jit(lambda p, first=other.first: jax.tree.map(jnp.copy, first(p)), out_shardings=layout)(
@@ -454,12 +460,13 @@ def roll_back(context: RunContext, cursor: Cursor, decision: rules.Decision) -> 
         why = explain_no_rollback(context.run, context.directory, before, host.phase)
         return rules.Decision(rules.GUARD, f"{decision.reason}; {why}", events={"event/guard": decision.reason})
     updates = {name: role.updates for name, role in cursor.state.roles.items()}
-    base = cursor.state.policy.base
+    policy = cursor.state.policy
     like = jax.eval_shape(lambda x: x, cursor.state)
     trained = [(role.params, role.opt_state) for role in cursor.state.roles.values()]
     for array in jax.tree.leaves((trained, cursor.state.frozen)):
         array.delete()  # there need not be room for both
-    state, checkpoint_host = restore_state(context.store, step, like, context.mesh, base, cursor.stage)
+    frozen = policy.base, policy.checksums
+    state, checkpoint_host = restore_state(context.store, step, like, context.mesh, frozen, cursor.stage)
     for name, count in updates.items():
         state = state.with_role(name, updates=count)
     cursor.state = state

@@ -16,7 +16,10 @@ from jaxrl_llm.models.decoder import Decoder, to_parameters
 
 pytestmark = pytest.mark.slow
 
-FLAGS = "--model base --recipe grpo --rollout.prompts 2 --learner.lora.rank 2 --learner.lora.targets attn/q mlp/down"
+FLAGS = (
+    "--model base --recipe grpo --rollout.prompts 2 --learner.lora.rank 2 --learner.lora.targets attn/q mlp/down "
+    "--learner.lora.base f32"
+)
 LINES = {
     "whole": f"train smoke {FLAGS} --steps 3 --run_dir whole",
     "half": f"train smoke {FLAGS} --steps 2 --run_dir broken",
@@ -28,7 +31,7 @@ LINES = {
     "adapter": "export whole --out adapter --adapter --push someone/adapter",
     "eval export": "eval model --config smoke --json",
     "eval adapter": "eval adapter --config smoke --json",
-    "over": f"train smoke {FLAGS.replace('base', 'adapter')} --steps 1 --run_dir over",
+    "over": f"train smoke {FLAGS.replace('model base', 'model adapter')} --steps 1 --run_dir over",
     "over adapter": "export over --out over_adapter --adapter",
     "push lost": "export whole --out lost --push someone/lost",
     "push name": "export whole --out pushed --push adapter",

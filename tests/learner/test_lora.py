@@ -1,5 +1,6 @@
 """Adapters: the base stays as it is, all else has the adapter's size, and sampler and learner still agree."""
 
+import dataclasses
 import functools
 
 import chex
@@ -29,8 +30,9 @@ from jaxrl_llm.learner.forward import put_on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models.config import ComputeOptions, Embeddings, Lora, ModelConfig
-from jaxrl_llm.models.decoder import Decoder, initialise, logits, to_parameters
-from jaxrl_llm.models.lora import create_adapter, merge, model_of, with_adapter
+from jaxrl_llm.models.decoder import Decoder, cast, initialise, logits, to_parameters
+from jaxrl_llm.models.layers import project_frozen
+from jaxrl_llm.models.lora import create_adapter, held_form, merge, model_of, policy_shapes, with_adapter
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.rules import RULES, parameter_path, weight_checksums
@@ -139,11 +141,11 @@ def test_the_reference_is_the_base():
 @pytest.mark.slow
 def test_sampler_and_learner_agree():
     state = state_on(one_device(), policy=adapter())
-    weights = weights_for_sampling(MODEL, "float32", one_device(), one_device(), keep=True)(model_of(state))
-    assert jax.tree.structure(weights) == jax.tree.structure(MODEL)
+    policy = policy_shapes(MODEL, LORA, "cpu")
+    weights = weights_for_sampling(policy, "float32", one_device(), one_device(), keep=True)(model_of(state))
     rules = Sampling(TEMPERATURE, max_new_tokens=T)
     prompts = [list(s.prompt) for s in rollout()]
-    found = Engine(MODEL, 8, WIDTH, 4).generate(weights, prompts, range(len(prompts)), rules)
+    found = Engine(policy, 8, WIDTH, 4).generate(weights, prompts, range(len(prompts)), rules)
     samples = [sample(s.prompt, c.tokens, c.mask, c.sampler_logp, 1.0) for s, c in zip(rollout(), found, strict=True)]
     _, metrics = gradient(state.policy.params, pack(samples, LAYOUT), state.policy.base)
     assert 0 <= metrics["sampler/logp_abs_diff_mean"] <= metrics["sampler/logp_abs_diff_max"] < 1e-5
@@ -151,10 +153,90 @@ def test_sampler_and_learner_agree():
     assert base["sampler/logp_abs_diff_max"] > 1e-2
 
 
+def test_sampler_and_learner_read_the_same_arrays():
+    """One copy of the frozen model for both, through updates, and for all steps where the sampler's layout differs."""
+    mesh = one_device()
+    state = state_on(mesh)
+    place = lambda model: [x.unsafe_buffer_pointer() for x in jax.tree.leaves(to_parameters(model))]
+    held = place(state.policy.base)
+    transfer = weights_for_sampling(policy_shapes(MODEL, LORA, "cpu"), "float32", mesh, mesh, keep=False)
+    earlier = transfer(model_of(state))
+    assert place(earlier) == held
+    state, _ = updater()(state, put_on_mesh(pack(rollout(), LAYOUT), mesh))
+    assert place(state.policy.base) == held == place(transfer(model_of(state)))
+    assert np.isfinite(logits(earlier, np.arange(24).reshape(2, 12))).all(), "an update took the base with it"
+
+
+def test_changes_below_the_rounding_of_the_base_count():
+    base = tiny("windows", dtype="bfloat16")
+    tokens = np.arange(24).reshape(2, 12)
+    small = jax.tree.map(lambda x: 0.002 * jnp.sign(x), adapter())  # changes of a weight by about 1e-5
+    of = lambda model: np.asarray(logits(cast(model, "float32"), tokens))
+    model = with_adapter(base, small)
+    changed, wanted = of(model) - of(base), of(merge(model)) - of(base)
+    assert np.abs(wanted).max() > 1e-4
+    np.testing.assert_allclose(changed, wanted, atol=0.02 * np.abs(wanted).max())
+    rounded = merge(model, "bfloat16")
+    assert np.mean(np.asarray(rounded.weights.blocks.mlp.up) == np.asarray(base.weights.blocks.mlp.up)) > 0.95
+    assert np.abs(of(rounded) - of(base)).max() < 0.5 * np.abs(wanted).max(), "merged, they vanish"
+
+
+@pytest.mark.parametrize("inputs", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_gradient_of_a_frozen_product_is_that_of_the_sum(inputs, dtype):
+    keys = jax.random.split(jax.random.key(inputs), 5)
+    sizes = (6, 4)[:inputs]
+    draw = lambda key, *shape: jax.random.normal(key, shape)
+    x, w = draw(keys[0], 2, 5, *sizes), draw(keys[1], *sizes, 3, 7).astype(dtype)
+    a, b, g = draw(keys[2], *sizes, 2), draw(keys[3], 2, 3, 7), draw(keys[4], 2, 5, 3, 7)
+    product = lambda x, a, b: jnp.sum(g * project_frozen(inputs, 1.5, x, w, (a, b)))
+    summed = lambda x, a, b: jnp.sum(g * jnp.tensordot(x, w.astype("float32") + 1.5 * jnp.tensordot(a, b, 1), inputs))
+    for found, wanted in zip(*(jax.grad(f, (0, 1, 2))(x, a, b) for f in (product, summed)), strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
+    alone = jax.grad(lambda x: jnp.sum(g * project_frozen(inputs, 1.5, x, w, None)))(x)
+    np.testing.assert_allclose(alone, jax.grad(summed)(x, a, 0 * b), atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["windows", "experts"])
+def test_separate_layers_compute_the_same(kind):
+    """The form in which GPUs hold the frozen model, on this machine."""
+    model = tiny(kind)
+    policy, packed = adapter(kind=kind), pack(rollout(), LAYOUT)
+    separate = with_adapter(held_form(model, "gpu"), policy)
+    tokens = np.arange(24).reshape(2, 12)
+    np.testing.assert_array_equal(logits(separate, tokens), logits(with_adapter(model, policy), tokens))
+    both = [gradient(policy, packed, base)[0] for base in (held_form(model, "gpu"), model)]
+    assert largest_difference(*both) == 0
+    rules = Sampling(TEMPERATURE, max_new_tokens=T)
+    prompts = [list(s.prompt) for s in rollout()]
+    sampled = [
+        Engine(m, 8, WIDTH, 4).generate(m, prompts, range(len(prompts)), rules)
+        for m in (separate, with_adapter(model, policy))
+    ]
+    for ours, theirs in zip(*sampled, strict=True):
+        np.testing.assert_array_equal(ours.tokens, theirs.tokens)
+        np.testing.assert_allclose(ours.sampler_logp, theirs.sampler_logp, atol=1e-5)
+
+
+def test_a_merged_adapter_is_sampled_and_learned_merged():
+    lora = dataclasses.replace(LORA, merged=True)
+    policy, base = adapter(lora=lora), tiny("windows", dtype="bfloat16")
+    model = with_adapter(base, policy)
+    shapes, mesh = policy_shapes(base, lora, "cpu"), one_device()
+    weights = weights_for_sampling(shapes, "bfloat16", mesh, mesh, keep=False)(model)
+    assert jax.tree.structure(weights) == jax.tree.structure(base)
+    tokens = np.arange(24).reshape(2, 12)
+    np.testing.assert_allclose(logits(weights, tokens), logits(cast(model, "bfloat16"), tokens), atol=1e-6)
+    plain = gradient(adapter(), pack(rollout(), LAYOUT), MODEL)[0]
+    assert largest_difference(gradient(policy, pack(rollout(), LAYOUT), MODEL)[0], plain) < 1e-5
+
+
 @pytest.mark.slow
 def test_in_bfloat16_both_round_the_same_sum():
     policy, base = adapter(), tiny("windows", dtype="bfloat16")
-    weights = weights_for_sampling(base, "bfloat16", one_device(), one_device(), keep=False)(with_adapter(base, policy))
+    weights = weights_for_sampling(
+        policy_shapes(base, LORA, "cpu"), "bfloat16", one_device(), one_device(), keep=False
+    )(with_adapter(base, policy))
     tokens = np.arange(24).reshape(2, 12)
     inside = logits(with_adapter(base, jax.tree.map(lambda x: x.astype("bfloat16"), policy)), tokens)
     np.testing.assert_allclose(logits(weights, tokens), inside, atol=1e-6)

@@ -42,7 +42,11 @@ def test_rates_whose_steps_are_rounded_away_are_refused(name, least):
     ):
         checked(dtype="bfloat16", optimiser=small)
     checked(compute=Compute(dtype="bfloat16"), optimiser=small)
-    checked(dtype="bfloat16", optimiser=small, lora=Lora(4))
+    checked(optimiser=small, lora=Lora(4, base="bf16"))
+    with pytest.raises(
+        InputError, match=r"learner.dtype 'bfloat16' is of weights that are trained.*: set learner.lora.base"
+    ):
+        checked(dtype="bfloat16", optimiser=small, lora=Lora(4))
 
 
 @pytest.mark.parametrize(("name", "size"), [("adamw", 1.0), ("adafactor", 1.0), ("muon", 0.2)])

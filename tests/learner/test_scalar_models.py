@@ -142,7 +142,7 @@ def test_merged_weights_score_the_same():
     np.testing.assert_allclose(scores(model, TOKENS, LENGTHS), wanted, atol=1e-5)
     assert np.abs(wanted - scores(with_scalar_head(BASE, adapter().weights.scalar[...]), TOKENS, LENGTHS)).min() > 1e-2
     assert merge(together) is together
-    half = jax.eval_shape(lambda: merge(with_adapter(tiny("plain", dtype="bfloat16"), adapter())))
+    half = jax.eval_shape(lambda: merge(with_adapter(tiny("plain", dtype="bfloat16"), adapter()), "bfloat16"))
     assert {leaf.dtype.name for leaf in jax.tree.leaves(half)} == {"bfloat16"}
 
 
