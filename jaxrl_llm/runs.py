@@ -30,7 +30,7 @@ from jaxrl_llm.data import Collected
 from jaxrl_llm.errors import InputError, naming, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import BUILTIN, check_name, load_either, model_config_of
-from jaxrl_llm.sharding import MeshShape, make_mesh, only_shapes, platform_of, shardings
+from jaxrl_llm.sharding import MeshShape, make_mesh, only_shapes, shardings
 from jaxrl_llm.sharding.distributed import Peers
 from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.system import storage
@@ -245,7 +245,7 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None, merged: 
     if run.learner.lora.rank and not only_shapes(mesh):
         base, adapter, tokenizer = load_adapter(trained, mesh)
         if not merged and not run.learner.lora.merged:
-            policy = with_adapter(held_form(base, platform_of(mesh)), adapter)
+            policy = with_adapter(held_form(base, mesh), adapter)
             return cast(policy, run.learner.compute.dtype), tokenizer
         policy = with_adapter(base, adapter)
         found = jax.jit(merge, out_shardings=shardings(jax.eval_shape(merge, policy), mesh))(policy)

@@ -337,8 +337,8 @@ def for_sampling(model: Decoder, platform: str, router_bits: int = 0, dtype: Any
         rounding = dataclasses.replace(model.config.experts, bits=router_bits)
         parameters = to_parameters(model) | {"blocks": model.weights.blocks}
         model = Decoder(dataclasses.replace(model.config, experts=rounding), parameters)
-    stacked = hasattr(model.weights.blocks, "attn")
-    return unstack_layers(model) if platform == "gpu" and stacked else model
+    as_held = hasattr(model.weights.blocks, "adapter") or not hasattr(model.weights.blocks, "attn")
+    return unstack_layers(model) if platform == "gpu" and not as_held else model
 
 
 class AdaptedWeights:

@@ -96,7 +96,8 @@ def _project_frozen(inputs: int, scale: float, x: jax.Array, w: jax.Array, facto
     if factors is None:
         return out.astype(x.dtype), (x, w, None, None)
     a, b = factors
-    narrow = wide(x, a).astype(x.dtype)
+    # A GPU's compiler merges products that share an operand, and would copy w at each step to join a to it.
+    narrow = wide(jax.lax.optimization_barrier(x), a).astype(x.dtype)
     change = jnp.tensordot(narrow, b, 1, preferred_element_type=out.dtype)
     return (out + scale * change).astype(x.dtype), (x, w, narrow, factors)
 
@@ -113,7 +114,7 @@ def _project_frozen_backward(inputs: int, scale: float, saved: Any, g: jax.Array
     if factors is None:
         return d_x.astype(x.dtype), None, None
     a, b = factors
-    d_narrow = (scale * back(g, b, outputs)).astype(x.dtype)
+    d_narrow = (scale * back(jax.lax.optimization_barrier(g), b, outputs)).astype(x.dtype)
     rows = ((0, 1), (0, 1))
     d_a = jnp.tensordot(x, d_narrow, rows, preferred_element_type=wide_dtype(x))
     d_b = scale * jnp.tensordot(narrow, g, rows, preferred_element_type=wide_dtype(x))

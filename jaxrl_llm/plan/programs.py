@@ -51,7 +51,7 @@ from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import HloLoop, cycles, find_loops
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.runs import architecture_of, find_run
-from jaxrl_llm.sharding.mesh import without_compilation_cache
+from jaxrl_llm.sharding.mesh import Chip, without_compilation_cache
 from jaxrl_llm.sharding.rules import parameter_path
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Architectures, Outline, Pass, PlannedSampler
@@ -129,9 +129,9 @@ class SamplingArrays(Arrays):
     build: EngineSpec
 
 
-def abstract_mesh(sizes: Mapping[str, int], platform: str = "") -> AbstractMesh:
-    """Return a mesh without devices, for arrays on a platform: enough to compute the size of each device's part."""
-    device = AbstractDevice(platform, None, platform) if platform else None
+def abstract_mesh(sizes: Mapping[str, int], chip: Chip | None = None) -> AbstractMesh:
+    """Return a mesh without devices, for arrays on chips: enough to compute the size of each device's part."""
+    device = AbstractDevice(chip.name, None, chip.platform) if chip else None
     return AbstractMesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * len(sizes), abstract_device=device)
 
 
@@ -146,7 +146,7 @@ def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) ->
     """
     state = outline.state
     if state.policy.base is not None:
-        held = functools.partial(held_form, platform=sharding.platform_of(mesh))
+        held = functools.partial(held_form, mesh=mesh)
         state = state.with_role("policy", base=jax.eval_shape(held, state.policy.base))
     state = sharding.as_shapes(state, sharding.shardings(state, mesh))
     names = tuple(objective.name for training in outline.training for objective in training.objectives)
@@ -281,7 +281,7 @@ def planned_run(
     mesh, where = run_meshes(run, devices, machine)
     model = abstract_model(config, run.learner.initial_dtype)
     outline = planned_stage(run).outline(run, model, mesh, where, find)
-    policy = policy_shapes(model, run.learner.lora, sharding.platform_of(mesh))
+    policy = policy_shapes(model, run.learner.lora, mesh)
     return PlannedRun(run, mesh, where, outline, planned_arrays(outline, policy, mesh, where))
 
 
@@ -290,7 +290,7 @@ def run_meshes(run: Configuration, devices: list[Any] | None, machine: Machine |
     if devices is not None or machine is None:
         return sharding.make_mesh(run.mesh, devices), sharding.rollout_mesh(run.mesh, devices)
     sizes = run.mesh.sizes(machine.devices), run.mesh.sampling_sizes(machine.devices)
-    return abstract_mesh(sizes[0], machine.chip.platform), abstract_mesh(sizes[1], machine.chip.platform)
+    return abstract_mesh(sizes[0], machine.chip), abstract_mesh(sizes[1], machine.chip)
 
 
 def planned_stage(run: Configuration) -> ModuleType:

@@ -198,6 +198,14 @@ def memory_limit(mesh: Mesh | AbstractMesh) -> float:
     return stats.get("bytes_limit", math.inf) if stats else math.inf
 
 
+def device_memory(mesh: Mesh | AbstractMesh) -> float:
+    """Return ``memory_limit``, or that of the chip if the mesh's devices are only described."""
+    limit = memory_limit(mesh)
+    device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    chip = None if device is None or limit < math.inf else chip_of(device.device_kind)
+    return limit if chip is None else chip.memory
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """Return the layout with a copy on every device."""
     return NamedSharding(mesh, PartitionSpec())
@@ -300,6 +308,9 @@ def chip_of(device_kind: str) -> Chip | None:
     >>> chip_of("TPU v5 lite").name
     'v5e'
     """
+    name = device_kind.lower()  # a described device may have that of the chip
+    if name in CHIPS:
+        return CHIPS[name]
     return next((CHIPS[name] for kinds, name in DEVICE_KINDS.items() if re.fullmatch(kinds, device_kind)), None)
 
 

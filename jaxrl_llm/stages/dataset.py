@@ -119,7 +119,7 @@ def build_exam(
     check_positions(length, model.config, "answering.max_new_tokens")
     dtype = compute_for(run.learner, model.config, platform_of(mesh)).dtype
     engine, prepared = backend_for(
-        policy_shapes(model, run.learner.lora, platform_of(mesh)),
+        policy_shapes(model, run.learner.lora, mesh),
         dtype,
         mesh,
         mesh,

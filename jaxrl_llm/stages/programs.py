@@ -203,7 +203,7 @@ def build_engine(
     ``model`` may be shapes, and the devices of ``mesh``, which learns in ``dtype``, described only.
     """
     rollout, engine = run.rollout, run.rollout.engine
-    policy = policy_shapes(model, run.learner.lora, platform_of(mesh))
+    policy = policy_shapes(model, run.learner.lora, mesh)
     return backend_for(
         policy, dtype, mesh, sampling_mesh, rollout.collect.staleness > 0, slots=engine.slots,
         max_length=rollout.max_length, chunk=engine.chunk, strict=engine.strict, group=rollout.group,
@@ -270,7 +270,7 @@ def outline(run: configs.Run, model: Decoder, mesh: Any, where: Any, find: Archi
             rollout,
             rollout.sampling(model.config.tokens.eos, run.learner.keep_sampling_mask),
             lambda mesh, where: weights_for_sampling(
-                policy_shapes(model, run.learner.lora, platform_of(mesh)),
+                policy_shapes(model, run.learner.lora, mesh),
                 policy.compute.dtype,
                 mesh,
                 where,

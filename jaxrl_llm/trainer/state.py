@@ -307,7 +307,8 @@ def policy_base(state: TrainState) -> Any:
     policy = state.policy
     if policy.base is None:
         return jax.eval_shape(lambda model: model, policy.params)
-    return jax.eval_shape(functools.partial(initialise, policy.base.config), jax.random.key(0))
+    dtype = policy.base.weights.embed.dtype
+    return jax.eval_shape(functools.partial(initialise, policy.base.config, dtype=dtype), jax.random.key(0))
 
 
 def add_phase_rule(stage: Stage, run: configs.Configuration, number: int) -> Stage:

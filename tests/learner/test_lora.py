@@ -30,9 +30,9 @@ from jaxrl_llm.learner.forward import put_on_mesh, score
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import abstract_state
 from jaxrl_llm.models.config import ComputeOptions, Embeddings, Lora, ModelConfig
-from jaxrl_llm.models.decoder import Decoder, cast, initialise, logits, to_parameters
+from jaxrl_llm.models.decoder import Decoder, cast, initialise, logits, to_parameters, unstack_layers
 from jaxrl_llm.models.layers import project_frozen
-from jaxrl_llm.models.lora import create_adapter, held_form, merge, model_of, policy_shapes, with_adapter
+from jaxrl_llm.models.lora import create_adapter, merge, model_of, policy_shapes, with_adapter
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 from jaxrl_llm.sharding.rules import RULES, parameter_path, weight_checksums
@@ -141,7 +141,7 @@ def test_the_reference_is_the_base():
 @pytest.mark.slow
 def test_sampler_and_learner_agree():
     state = state_on(one_device(), policy=adapter())
-    policy = policy_shapes(MODEL, LORA, "cpu")
+    policy = policy_shapes(MODEL, LORA, one_device())
     weights = weights_for_sampling(policy, "float32", one_device(), one_device(), keep=True)(model_of(state))
     rules = Sampling(TEMPERATURE, max_new_tokens=T)
     prompts = [list(s.prompt) for s in rollout()]
@@ -159,7 +159,7 @@ def test_sampler_and_learner_read_the_same_arrays():
     state = state_on(mesh)
     place = lambda model: [x.unsafe_buffer_pointer() for x in jax.tree.leaves(to_parameters(model))]
     held = place(state.policy.base)
-    transfer = weights_for_sampling(policy_shapes(MODEL, LORA, "cpu"), "float32", mesh, mesh, keep=False)
+    transfer = weights_for_sampling(policy_shapes(MODEL, LORA, one_device()), "float32", mesh, mesh, keep=False)
     earlier = transfer(model_of(state))
     assert place(earlier) == held
     state, _ = updater()(state, put_on_mesh(pack(rollout(), LAYOUT), mesh))
@@ -202,10 +202,10 @@ def test_separate_layers_compute_the_same(kind):
     """The form in which GPUs hold the frozen model, on this machine."""
     model = tiny(kind)
     policy, packed = adapter(kind=kind), pack(rollout(), LAYOUT)
-    separate = with_adapter(held_form(model, "gpu"), policy)
+    separate = with_adapter(unstack_layers(model), policy)
     tokens = np.arange(24).reshape(2, 12)
     np.testing.assert_array_equal(logits(separate, tokens), logits(with_adapter(model, policy), tokens))
-    both = [gradient(policy, packed, base)[0] for base in (held_form(model, "gpu"), model)]
+    both = [gradient(policy, packed, base)[0] for base in (unstack_layers(model), model)]
     assert largest_difference(*both) == 0
     rules = Sampling(TEMPERATURE, max_new_tokens=T)
     prompts = [list(s.prompt) for s in rollout()]
@@ -222,7 +222,7 @@ def test_a_merged_adapter_is_sampled_and_learned_merged():
     lora = dataclasses.replace(LORA, merged=True)
     policy, base = adapter(lora=lora), tiny("windows", dtype="bfloat16")
     model = with_adapter(base, policy)
-    shapes, mesh = policy_shapes(base, lora, "cpu"), one_device()
+    shapes, mesh = policy_shapes(base, lora, one_device()), one_device()
     weights = weights_for_sampling(shapes, "bfloat16", mesh, mesh, keep=False)(model)
     assert jax.tree.structure(weights) == jax.tree.structure(base)
     tokens = np.arange(24).reshape(2, 12)
@@ -235,7 +235,7 @@ def test_a_merged_adapter_is_sampled_and_learned_merged():
 def test_in_bfloat16_both_round_the_same_sum():
     policy, base = adapter(), tiny("windows", dtype="bfloat16")
     weights = weights_for_sampling(
-        policy_shapes(base, LORA, "cpu"), "bfloat16", one_device(), one_device(), keep=False
+        policy_shapes(base, LORA, one_device()), "bfloat16", one_device(), one_device(), keep=False
     )(with_adapter(base, policy))
     tokens = np.arange(24).reshape(2, 12)
     inside = logits(with_adapter(base, jax.tree.map(lambda x: x.astype("bfloat16"), policy)), tokens)
