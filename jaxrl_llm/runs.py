@@ -245,8 +245,9 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None, merged: 
     if run.learner.lora.rank and not only_shapes(mesh):
         base, adapter, tokenizer = load_adapter(trained, mesh)
         if not merged and not run.learner.lora.merged:
-            policy = with_adapter(held_form(base, mesh), adapter)
+            policy = with_adapter(held_form(base, run.learner.lora, mesh), adapter)
             return cast(policy, run.learner.compute.dtype), tokenizer
+        base = held_form(base, run.learner.lora, mesh) if run.learner.lora.packed else base
         policy = with_adapter(base, adapter)
         found = jax.jit(merge, out_shardings=shardings(jax.eval_shape(merge, policy), mesh))(policy)
     elif trained.step == 0 and not only_shapes(mesh):

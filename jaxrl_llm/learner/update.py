@@ -223,7 +223,7 @@ def create_state(
     # Each result of a compiled program has a buffer of its own.
     initialise = functools.partial(fresh_state, optimiser, reference, lora, seed, others)
     create = jax.jit(initialise, out_shardings=layout, donate_argnums=(0, 1))
-    return freeze_base(create(*jax.device_put(models, shardings(models, mesh))), mesh)
+    return freeze_base(create(*jax.device_put(models, shardings(models, mesh))), lora, mesh)
 
 
 def abstract_state(

@@ -127,7 +127,8 @@ class Lora(Setting):
       rank: r; 0 trains the whole model.
       alpha: the adapters' product is multiplied by alpha / rank.
       targets: the matrices of each layer that are adapted, of ``ADAPTABLE``; of experts only those named here.
-      base: the frozen model's weights: "bf16" or "f32". Sampler and learner read the same ones.
+      base: the frozen model's weights: "bf16", "f32", or matrices of the layers packed as "int8" (by output channel)
+        or "nf4" (4.1 bits, as in QLoRA: ``models.quantised``). Sampler and learner read the same ones.
       merged: sampler and learner form ``W + alpha / rank a b``, rounded to the type that they compute in, where
         otherwise ``x W + alpha / rank (x a) b`` is computed, in which no change is too small to count.
     """
@@ -135,16 +136,26 @@ class Lora(Setting):
     rank: Annotated[int, Range("[0, inf]", "0 trains the whole model")] = 0
     alpha: Annotated[float, Range("(0, inf]")] = 32.0
     targets: tuple[str, ...] = ADAPTED
-    base: Annotated[str, Choice("f32", "bf16", unknown=True)] = "bf16"
+    base: Annotated[str, Choice("f32", "bf16", "int8", "nf4", unknown=True)] = "bf16"
     merged: bool = False
 
     @property
     def read_dtype(self) -> str:
         """Return the dtype in which the frozen model is read."""
-        return {"f32": "float32", "bf16": "bfloat16"}[self.base]
+        return "float32" if self.base == "f32" else "bfloat16"
+
+    @property
+    def packed(self) -> bool:
+        """Return whether matrices of the frozen model are packed."""
+        return self.rank > 0 and self.base in ("int8", "nf4")
 
     def check(self, run: Any, where: str) -> None:
-        """Refuse matrices that no layer has, or that are listed twice."""
+        """Refuse matrices that no layer has, or that are listed twice, and a packed base without adapters."""
+        require(
+            self.rank > 0 or self.base not in ("int8", "nf4"),
+            f"{where}base {self.base} is of a frozen model below adapters, and {where}rank 0 trains all of it: set "
+            f"{where}rank, or leave {where}base out",
+        )
         adaptable = bool(self.targets) and set(self.targets) <= set(ADAPTABLE)
         require(
             adaptable and len(set(self.targets)) == len(self.targets),

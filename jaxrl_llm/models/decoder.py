@@ -5,6 +5,7 @@ Layers are stacked on a leading axis L and run by ``lax.scan``.
 
 import functools
 import math
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from jaxrl_llm.models.config import ADAPTABLE, ComputeOptions, ModelConfig
 from jaxrl_llm.models.experts import Matrices
 from jaxrl_llm.models.families import our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over, layer_windows
+from jaxrl_llm.models.quantised import Packed, widen
 from jaxrl_llm.sharding import activation, gather_layer, head_copies
 from jaxrl_llm.sharding.rules import parameter_path
 
@@ -75,10 +77,17 @@ def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, sc
 
 
 def to_parameters(model: Any) -> dict[str, Any]:
-    """Return the arrays of a model, or of its ``Weights``, as the plain nested dict that checkpoints and files use."""
+    """Return the arrays of a model, or of its ``Weights``, as the plain nested dict that checkpoints and files use.
+    Packed matrices stay as they are.
+    """
     items = vars(model if isinstance(model, Weights) else model.weights).items()
-    parameters = {name: value for name, value in items if isinstance(value, (Weights, nnx.Param))}
-    return {name: to_parameters(v) if isinstance(v, Weights) else v.get_value() for name, v in parameters.items()}
+    parameters: dict[str, Any] = {}
+    for name, value in items:
+        if isinstance(value, Weights):
+            parameters[name] = to_parameters(value)
+        elif isinstance(value, (nnx.Param, Packed)):
+            parameters[name] = value if isinstance(value, Packed) else value.get_value()
+    return parameters
 
 
 class Adapter(nnx.Module):
@@ -109,8 +118,8 @@ def add_adapter(w: Weights, dtype: Any) -> Weights:
                     change = jnp.einsum("eir,ero->eio", a, b, preferred_element_type=jnp.float32)
                 else:
                     change = jnp.tensordot(a, b, 1, preferred_element_type=jnp.float32)
-                weight = weight.astype(jnp.float32) + w.adapter.scale * change
-            names[name] = weight.astype(dtype)
+                weight = widen(weight, jnp.float32) + w.adapter.scale * change
+            names[name] = widen(weight, dtype)
     return Weights(parameters)
 
 
@@ -118,7 +127,8 @@ def linear(w: Weights, part: str, name: str, x: jax.Array) -> jax.Array:
     """Multiply x [B, S, in..] by a layer's matrix ``part/name`` [in.., out..]; below an adapter ``x W + scale (x a) b``
     is computed, without a gradient of W.
     """
-    matrix = getattr(getattr(w, part), name)[...]
+    matrix = getattr(getattr(w, part), name)
+    matrix = matrix if isinstance(matrix, Packed) else matrix[...]
     inputs = INPUTS.get(f"{part}/{name}", 1)
     if hasattr(w, "adapter"):
         factors = getattr(getattr(w.adapter.weights, part, None), name, None)
@@ -132,8 +142,13 @@ def cast(model: Decoder, dtype: Any) -> Decoder:
     matrices of the frozen model stay as they are: each product converts its own.
     """
     decoder = getattr(model, "decoder", model)
-    frozen = FROZEN if hasattr(decoder.weights.blocks, "adapter") else ()
-    return jax.tree.map_with_path(lambda path, x: x if parameter_path(path) in frozen else x.astype(dtype), model)
+    frozen: frozenset[str] = FROZEN if hasattr(decoder.weights.blocks, "adapter") else frozenset()
+
+    def convert(path: tuple, x: Any) -> Any:
+        name = re.sub(r"^blocks/\d+/", "blocks/", parameter_path(path))
+        return x if {name, name.rpartition("/")[0]} & frozen else x.astype(dtype)
+
+    return jax.tree.map_with_path(convert, model)
 
 
 def unstack_layers(model: Decoder) -> Decoder:

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import Attention, ComputeOptions, Llama3Rope, ModelConfig, Norm, Rope, Yarn
+from jaxrl_llm.models.quantised import Packed, widen
 from jaxrl_llm.sharding import BATCH, fit_spec
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
@@ -78,10 +79,10 @@ project.defvjp(lambda x, w: (jnp.tensordot(x, w, 1), (x, w)), _project_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def project_frozen(
-    inputs: int, scale: float, x: jax.Array, w: jax.Array, factors: tuple[jax.Array, jax.Array] | None
+    inputs: int, scale: float, x: jax.Array, w: jax.Array | Packed, factors: tuple[jax.Array, jax.Array] | None
 ) -> jax.Array:
-    """Multiply x [B, S, in..] by a frozen w [in.., out..] of any dtype, and add ``scale * (x a) b`` of its factors a
-    [in.., r] and b [r, out..], if any. Both products are added in float32: a change below half a step of w's dtype
+    """Multiply x [B, S, in..] by a frozen w [in.., out..] of any form, and add ``scale * (x a) b`` of its factors a
+    [in.., r] and b [r, out..], if any. Both products are added in float32: a change below half a step of w's numbers
     counts. The backward pass forms nothing of w's size.
 
     Args:
@@ -90,9 +91,9 @@ def project_frozen(
     return _project_frozen(inputs, scale, x, w, factors)[0]
 
 
-def _project_frozen(inputs: int, scale: float, x: jax.Array, w: jax.Array, factors: Any) -> tuple[jax.Array, Any]:
+def _project_frozen(inputs: int, scale: float, x: jax.Array, w: Any, factors: Any) -> tuple[jax.Array, Any]:
     wide = functools.partial(jnp.tensordot, axes=inputs, preferred_element_type=wide_dtype(x))
-    out = wide(x, w.astype(x.dtype))
+    out = wide(x, widen(w, x.dtype))
     if factors is None:
         return out.astype(x.dtype), (x, w, None, None)
     a, b = factors
@@ -104,13 +105,13 @@ def _project_frozen(inputs: int, scale: float, x: jax.Array, w: jax.Array, facto
 
 def _project_frozen_backward(inputs: int, scale: float, saved: Any, g: jax.Array) -> tuple[jax.Array, None, Any]:
     x, w, narrow, factors = saved
-    outputs = w.ndim - inputs
+    outputs = g.ndim - 2
 
     def back(g: jax.Array, w: jax.Array, outputs: int) -> jax.Array:
         axes = (tuple(range(g.ndim - outputs, g.ndim)), tuple(range(w.ndim - outputs, w.ndim)))
         return jnp.tensordot(g, w, axes, preferred_element_type=wide_dtype(x))
 
-    d_x = back(g, w.astype(x.dtype), outputs)
+    d_x = back(g, widen(w, x.dtype), outputs)
     if factors is None:
         return d_x.astype(x.dtype), None, None
     a, b = factors

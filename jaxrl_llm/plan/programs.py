@@ -38,7 +38,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Forward, Training
 from jaxrl_llm.learner.batch import Packed, packed_shapes
 from jaxrl_llm.learner.forward import batch_shardings, jitted_score
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import Lora, ModelConfig
 from jaxrl_llm.models.decode_kernels import form_for
 from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
 from jaxrl_llm.models.decoding import empty_cache
@@ -140,13 +140,13 @@ def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
     return jax.eval_shape(lambda key: initialise(config, key, jnp.dtype(dtype)), jax.random.key(0))
 
 
-def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any) -> Arrays:
+def planned_arrays(outline: Outline, initial: Decoder, lora: Lora, mesh: Any, where: Any) -> Arrays:
     """Return the run's arrays, where ``mesh`` learns and ``where`` samples (either may be abstract). ``initial``: the
     policy at the start as it is sampled from, as shapes.
     """
     state = outline.state
     if state.policy.base is not None:
-        held = functools.partial(held_form, mesh=mesh)
+        held = functools.partial(held_form, lora=lora, mesh=mesh)
         state = state.with_role("policy", base=jax.eval_shape(held, state.policy.base))
     state = sharding.as_shapes(state, sharding.shardings(state, mesh))
     names = tuple(objective.name for training in outline.training for objective in training.objectives)
@@ -279,10 +279,10 @@ def planned_run(
     models. Without devices the meshes are abstract, of the ``machine``, and nothing can be compiled.
     """
     mesh, where = run_meshes(run, devices, machine)
-    model = abstract_model(config, run.learner.initial_dtype)
+    model, lora = abstract_model(config, run.learner.initial_dtype), run.learner.lora
     outline = planned_stage(run).outline(run, model, mesh, where, find)
-    policy = policy_shapes(model, run.learner.lora, mesh)
-    return PlannedRun(run, mesh, where, outline, planned_arrays(outline, policy, mesh, where))
+    policy = policy_shapes(model, lora, mesh)
+    return PlannedRun(run, mesh, where, outline, planned_arrays(outline, policy, lora, mesh, where))
 
 
 def run_meshes(run: Configuration, devices: list[Any] | None, machine: Machine | None = None) -> tuple[Any, Any]:

@@ -39,6 +39,8 @@ for _name, _axes in list(RULES.items()):
         _outer = 2 if "/experts/" in _name else 1  # the layer's dimension, and the experts'
         _inputs = _outer + (2 if _name.endswith("/o") else 1)
         RULES |= {f"{_name}/a": (*_axes[:_inputs], None), f"{_name}/b": (*_axes[:_outer], None, *_axes[_inputs:])}
+        # Packed matrices too, in the order of their codes; scales are small.
+        RULES |= {f"{_name}/codes": _axes, f"{_name}/nibbles": (*_axes[:_outer], *_axes[_inputs:], _axes[_outer])}
 
 ACTIVATIONS: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # Between the matrix products each device of ``tensor`` has some of the positions: norms, and what the backward pass
@@ -95,7 +97,15 @@ def gather_layer(layer: Any) -> Any:
     weights are returned unchanged.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return layer if mesh.empty or mesh.shape["fsdp"] == 1 else _gather(layer)
+    if mesh.empty or mesh.shape["fsdp"] == 1:
+        return layer
+    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731  codes of packed matrices have no gradient
+    return jax.tree.map(
+        lambda x, a, b: a if is_float(x) else b,
+        layer,
+        _gather(jax.tree.map(lambda x: x if is_float(x) else jnp.zeros(x.shape, jnp.float32), layer)),
+        _constrain_layer(layer, ("fsdp",)),
+    )
 
 
 @jax.custom_vjp

@@ -346,7 +346,7 @@ def create_or_restore(
     if start is not None:
         like = planned_state(run, model, stage.training, stage.reference)
         state, host = restore_state(store, start, like, mesh, (split_head(model)[0], None), stage)
-        return freeze_base(state, mesh), host
+        return freeze_base(state, run.learner.lora, mesh), host
     others = [role.begins for role in stage.training if role.begins is not None]
     optimiser = build(run.learner.optimiser)
     state = learner.create_state(model, optimiser, stage.reference, mesh, run.learner.lora, run.seed, others)
