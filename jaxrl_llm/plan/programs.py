@@ -140,7 +140,7 @@ def abstract_model(config: ModelConfig, dtype: str) -> Decoder:
     return jax.eval_shape(lambda key: initialise(config, key, jnp.dtype(dtype)), jax.random.key(0))
 
 
-def planned_arrays(outline: Outline, initial: Decoder, lora: Lora, mesh: Any, where: Any) -> Arrays:
+def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any, lora: Lora = Lora()) -> Arrays:
     """Return the run's arrays, where ``mesh`` learns and ``where`` samples (either may be abstract). ``initial``: the
     policy at the start as it is sampled from, as shapes.
     """
@@ -282,7 +282,7 @@ def planned_run(
     model, lora = abstract_model(config, run.learner.initial_dtype), run.learner.lora
     outline = planned_stage(run).outline(run, model, mesh, where, find)
     policy = policy_shapes(model, lora, mesh)
-    return PlannedRun(run, mesh, where, outline, planned_arrays(outline, policy, lora, mesh, where))
+    return PlannedRun(run, mesh, where, outline, planned_arrays(outline, policy, mesh, where, lora))
 
 
 def run_meshes(run: Configuration, devices: list[Any] | None, machine: Machine | None = None) -> tuple[Any, Any]:
