@@ -100,6 +100,8 @@ def gather_layer(layer: Any) -> Any:
     if mesh.empty or mesh.shape["fsdp"] == 1:
         return layer
     is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731  codes of packed matrices have no gradient
+    if all(map(is_float, jax.tree.leaves(layer))):
+        return _gather(layer)
     return jax.tree.map(
         lambda x, a, b: a if is_float(x) else b,
         layer,

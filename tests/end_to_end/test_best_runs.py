@@ -112,7 +112,7 @@ FLAGS = (
     "--recipe grpo --rollout.prompts 2 --evaluation.limit 4 --evaluation.every 1 --output.checkpoint_every 1 "
     "--output.keep 1 --output.trackers"
 )
-LORA = f"{FLAGS} --learner.lora.rank 2 --learner.lora.targets attn/q"
+LORA = f"{FLAGS} --learner.lora.rank 2 --learner.lora.targets attn/q --learner.lora.base f32"
 COMMANDS = {
     "never better": f"train smoke {FLAGS} --model base --steps 2 --run_dir flat",
     "eval": "eval flat@best --json",

@@ -37,7 +37,7 @@ from jaxrl_llm.data import *
 from jaxrl_llm.tasks import *
 config = {kind}(
     "tiny-random", {data}, batch=BatchSize({rows}, 24),
-    learner=Learner(Optimiser(learning_rate=3e-3, weight_decay=0.1), lora=Lora({rank})), steps=2,
+    learner=Learner(Optimiser(learning_rate=3e-3, weight_decay=0.1), lora=Lora({rank}, base="f32")), steps=2,
     evaluation=Evaluation(every=1), output=Output(checkpoint_every=1, keep=9, trackers=()),
 )
 """

@@ -244,9 +244,7 @@ def test_what_cannot_work_is_refused_in_one_line(words):
 def test_what_works_is_not_refused():
     configs.validate(RUN)
     configs.validate(with_recipe(critic=None, algorithm=PRESETS["reinforce_pp"], controller=None))
-    lora = with_learner(
-        with_critic(adapter=True, optimiser=Optimiser(learning_rate=1e-5)), dtype="bfloat16", lora=Lora(2)
-    )
+    lora = with_learner(with_critic(adapter=True, optimiser=Optimiser(learning_rate=1e-5)), lora=Lora(2))
     configs.validate(lora)
     for estimator, fine in ((GAE(), True), (Whitened(), True), (Whitened("group"), False), (GroupZScore(), False)):
         assert getattr(estimator, "compares", True) != fine

@@ -126,7 +126,7 @@ def test_products_of_a_layers_gradients_are_whole_and_scattered_as_they_are_adde
     weights = {name: of_mesh(shape, layout_of(f"blocks/0/mlp/{name}", shape, mesh)) for name, shape in shapes.items()}
     layer = Weights({"mlp": weights})
     hidden = of_mesh((16, 512, 512), NamedSharding(mesh, PartitionSpec("fsdp")))
-    loss = lambda layer, hidden: jnp.sum(jnp.square(mlp(gather_layer(layer).mlp, CONFIG, hidden)))
+    loss = lambda layer, hidden: jnp.sum(jnp.square(mlp(gather_layer(layer), CONFIG, hidden)))
     with jax.set_mesh(mesh), without_compilation_cache():
         divided = jax.tree.map(lambda x: x.sharding, layer)
         text = jax.jit(jax.grad(loss), out_shardings=divided).lower(layer, hidden).compile().as_text()
