@@ -100,9 +100,9 @@ def annotations(thing):
     """What a function takes and gives, or the types of a value's fields, as text."""
     if not inspect.isclass(thing):
         signature = inspect.signature(thing)
-        return str([parameter.annotation for parameter in signature.parameters.values()]), str(
-            signature.return_annotation
-        )
+        gives = signature.return_annotation
+        called = str(inspect.signature(gives.__call__)) if "__call__" in getattr(gives, "__dict__", ()) else ""
+        return str([parameter.annotation for parameter in signature.parameters.values()]), f"{gives} {called}"
     return str(typing.get_type_hints(thing)), ""
 
 

@@ -203,9 +203,9 @@ def build_engine(
     ``model`` may be shapes, and the devices of ``mesh``, which learns in ``dtype``, described only.
     """
     rollout, engine = run.rollout, run.rollout.engine
-    policy = policy_shapes(model, run.learner.lora, mesh)
+    model = policy_shapes(model, run.learner.lora, mesh)
     return backend_for(
-        policy, dtype, mesh, sampling_mesh, rollout.collect.staleness > 0, slots=engine.slots,
+        model, dtype, mesh, sampling_mesh, rollout.collect.staleness > 0, slots=engine.slots,
         max_length=rollout.max_length, chunk=engine.chunk, strict=engine.strict, group=rollout.group,
         form="auto" if engine.attention == "auto" else None, router_bits=engine.router_bits,
     )  # fmt: skip
