@@ -238,16 +238,16 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None, merged: 
     beside them, as the run samples.
     """
     from jaxrl_llm.models.decoder import cast
-    from jaxrl_llm.models.lora import held_form, merge, with_adapter
+    from jaxrl_llm.models.lora import frozen_form, merge, with_adapter
 
     run = trained.run
     trained = initial_model_of(trained)
     if run.learner.lora.rank and not only_shapes(mesh):
         base, adapter, tokenizer = load_adapter(trained, mesh)
         if not merged and not run.learner.lora.merged:
-            policy = with_adapter(held_form(base, run.learner.lora, mesh), adapter)
+            policy = with_adapter(frozen_form(base, run.learner.lora, mesh), adapter)
             return cast(policy, run.learner.compute.dtype), tokenizer
-        base = held_form(base, run.learner.lora, mesh) if run.learner.lora.packed else base
+        base = frozen_form(base, run.learner.lora, mesh) if run.learner.lora.packed else base
         policy = with_adapter(base, adapter)
         found = jax.jit(merge, out_shardings=shardings(jax.eval_shape(merge, policy), mesh))(policy)
     elif trained.step == 0 and not only_shapes(mesh):

@@ -324,8 +324,8 @@ class Role(NamedTuple):
       params: the trained parameters: of the live model, or of an adapter.
       opt_state: the optimiser's.
       updates: int32[], optimiser updates so far; the policy's are its version.
-      base: the frozen model that ``params`` adapt, as ``models.lora.held_form`` makes it for the devices; None if they
-        are a model themselves, or adapt the policy's base.
+      base: the frozen model that ``params`` adapt, in ``models.lora.frozen_form``; None if they are a model themselves,
+        or adapt the policy's base.
       checksums: of the base as it was read, by weight.
     """
 

@@ -223,7 +223,8 @@ learner.compute.dtype ~ bf16 fp16
 learner.dtype ~ torch_dtype
 learner.compute.remat ~ gradient_checkpointing
 learner.lora.rank = lora_r
-learner.lora.rank ~ use_peft load_in_4bit load_in_8bit
+learner.lora.rank ~ use_peft
+learner.lora.base ~ load_in_4bit load_in_8bit
 learner.lora.alpha = lora_alpha
 learner.lora.targets ~ lora_target_modules
 recipe.resets.reference_every ~ sync_ref_model ref_model_sync_steps

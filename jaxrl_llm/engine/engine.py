@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from jaxrl_llm.engine.requests import Request
@@ -24,7 +23,7 @@ from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decode_kernels import ByLength, form_for
 from jaxrl_llm.models.decoder import Decoder, cast, to_parameters, unstack_layers
-from jaxrl_llm.models.lora import attach, merge, without_adapter
+from jaxrl_llm.models.lora import attach_adapter, merge, without_adapter
 from jaxrl_llm.sharding import platform_of, sampling_shardings
 from jaxrl_llm.types import Completion, Prompt
 
@@ -337,8 +336,8 @@ def for_sampling(model: Decoder, platform: str, router_bits: int = 0, dtype: Any
         rounding = dataclasses.replace(model.config.experts, bits=router_bits)
         parameters = to_parameters(model) | {"blocks": model.weights.blocks}
         model = Decoder(dataclasses.replace(model.config, experts=rounding), parameters)
-    as_held = hasattr(model.weights.blocks, "adapter") or not hasattr(model.weights.blocks, "attn")
-    return unstack_layers(model) if platform == "gpu" and not as_held else model
+    adapted = hasattr(model.weights.blocks, "adapter")  # its base stays in ``frozen_form``
+    return unstack_layers(model) if platform == "gpu" and not adapted else model
 
 
 class AdaptedWeights:
@@ -349,7 +348,8 @@ class AdaptedWeights:
 
     def __init__(self, dtype: Any, sampler: Mesh, convert: Callable[[Decoder], Decoder]):
         self._sampler, self._convert = sampler, convert
-        self._narrow = jax.jit(functools.partial(optax.tree.cast, dtype=dtype))
+        # In buffers of their own, since an update takes the policy's.
+        self._narrow = jax.jit(lambda adapter: jax.tree.map(lambda x: jnp.copy(x.astype(dtype)), adapter))
         self._source: list[jax.Array] = []
         self._base: Any = None
 
@@ -359,7 +359,7 @@ class AdaptedWeights:
         if len(source) != len(self._source) or any(a is not b for a, b in zip(source, self._source, strict=True)):
             self._source, self._base = source, self._laid_out(self._convert(without_adapter(policy)))
         factors = Decoder(policy.config, {"blocks": {"adapter": self._narrow(policy.weights.blocks.adapter)}})
-        return attach(self._base, self._laid_out(factors).weights.blocks.adapter)
+        return attach_adapter(self._base, self._laid_out(factors).weights.blocks.adapter)
 
     def _laid_out(self, model: Decoder) -> Decoder:
         return jax.device_put(model, sampling_shardings(model, self._sampler))

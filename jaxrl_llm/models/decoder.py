@@ -18,7 +18,7 @@ from jaxrl_llm.models.config import ADAPTABLE, ComputeOptions, ModelConfig
 from jaxrl_llm.models.experts import Matrices
 from jaxrl_llm.models.families import our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over, layer_windows
-from jaxrl_llm.models.quantised import Packed, widen
+from jaxrl_llm.models.quantised import QuantisedMatrix, widen
 from jaxrl_llm.sharding import activation, gather_layer, head_copies
 from jaxrl_llm.sharding.rules import parameter_path
 
@@ -78,15 +78,15 @@ def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, sc
 
 def to_parameters(model: Any) -> dict[str, Any]:
     """Return the arrays of a model, or of its ``Weights``, as the plain nested dict that checkpoints and files use.
-    Packed matrices stay as they are.
+    QuantisedMatrix matrices stay as they are.
     """
     items = vars(model if isinstance(model, Weights) else model.weights).items()
     parameters: dict[str, Any] = {}
     for name, value in items:
         if isinstance(value, Weights):
             parameters[name] = to_parameters(value)
-        elif isinstance(value, (nnx.Param, Packed)):
-            parameters[name] = value if isinstance(value, Packed) else value.get_value()
+        elif isinstance(value, (nnx.Param, QuantisedMatrix)):
+            parameters[name] = value if isinstance(value, QuantisedMatrix) else value.get_value()
     return parameters
 
 
@@ -128,7 +128,7 @@ def linear(w: Weights, part: str, name: str, x: jax.Array) -> jax.Array:
     is computed, without a gradient of W.
     """
     matrix = getattr(getattr(w, part), name)
-    matrix = matrix if isinstance(matrix, Packed) else matrix[...]
+    matrix = matrix if isinstance(matrix, QuantisedMatrix) else matrix[...]
     inputs = INPUTS.get(f"{part}/{name}", 1)
     if hasattr(w, "adapter"):
         factors = getattr(getattr(w.adapter.weights, part, None), name, None)

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import Attention, ComputeOptions, Llama3Rope, ModelConfig, Norm, Rope, Yarn
-from jaxrl_llm.models.quantised import Packed, widen
+from jaxrl_llm.models.quantised import QuantisedMatrix, widen
 from jaxrl_llm.sharding import BATCH, fit_spec
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
@@ -79,7 +79,7 @@ project.defvjp(lambda x, w: (jnp.tensordot(x, w, 1), (x, w)), _project_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def project_frozen(
-    inputs: int, scale: float, x: jax.Array, w: jax.Array | Packed, factors: tuple[jax.Array, jax.Array] | None
+    inputs: int, scale: float, x: jax.Array, w: jax.Array | QuantisedMatrix, factors: tuple[jax.Array, jax.Array] | None
 ) -> jax.Array:
     """Multiply x [B, S, in..] by a frozen w [in.., out..] of any form, and add ``scale * (x a) b`` of its factors a
     [in.., r] and b [r, out..], if any. Both products are added in float32: a change below half a step of w's numbers

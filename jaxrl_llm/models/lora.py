@@ -26,7 +26,7 @@ from jaxrl_llm.models.decoder import (
     unstack_layers,
 )
 from jaxrl_llm.models.heads import ScalarModel, split_head, with_scalar_head
-from jaxrl_llm.models.quantised import pack
+from jaxrl_llm.models.quantised import quantise
 from jaxrl_llm.sharding import platform_of, shardings
 from jaxrl_llm.sharding.mesh import device_memory
 from jaxrl_llm.types import TrainState
@@ -63,11 +63,11 @@ def with_adapter(base: Decoder | None, policy: Any) -> Any:
     if base is None:
         return policy
     parameters_of_policy = to_parameters(policy)
-    model = attach(base, Adapter(policy.scale, parameters_of_policy["blocks"], policy.merged))
+    model = attach_adapter(base, Adapter(policy.scale, parameters_of_policy["blocks"], policy.merged))
     return with_scalar_head(model, parameters_of_policy["scalar"]) if "scalar" in parameters_of_policy else model
 
 
-def attach(base: Decoder, adapter: Adapter) -> Decoder:
+def attach_adapter(base: Decoder, adapter: Adapter) -> Decoder:
     """Return the frozen model with factors for the weights of its layers, in place of those that it may have."""
     parameters = to_parameters(base)
     return Decoder(base.config, parameters | {"blocks": parameters["blocks"] | {"adapter": adapter}})
@@ -76,19 +76,18 @@ def attach(base: Decoder, adapter: Adapter) -> Decoder:
 def without_adapter(model: Decoder) -> Decoder:
     """Return the frozen model below an attached adapter, which computes as it does below one."""
     blocks = model.weights.blocks
-    return attach(model, Adapter(1.0, {}, blocks.adapter.merged)) if hasattr(blocks, "adapter") else model
+    return attach_adapter(model, Adapter(1.0, {}, blocks.adapter.merged)) if hasattr(blocks, "adapter") else model
 
 
 SEPARATE_SHARE = 0.6
 """The share of a GPU's memory that separate layers, and what the learner stacks of them, may take together."""
 
 
-def held_form(base: Decoder, lora: Lora, mesh: Any) -> Decoder:
+def frozen_form(base: Decoder, lora: Lora, mesh: Any) -> Decoder:
     """Return a frozen model in the form in which learner and sampler read it on a mesh: packed by ``Lora.base``, or in
-    its dtype. GPUs decode from separate
-    layers where the learner's stack of them fits too: for four layers of 8B and 64 slots an H100's program moves 4.8 GB
-    a step, and 8.0 GB where they are stacked. CPUs, whose products are float32, get float32: widening a layer at each
-    decode step took a fifth of their speed.
+    its dtype. GPUs decode from separate layers where the learner's stack of them fits too: for four layers of 8B and 64
+    slots an H100's program moves 4.8 GB a step, and 8.0 GB where they are stacked. CPUs, whose products are float32,
+    get float32: widening a layer at each decode step took a fifth of their speed. InputError: it cannot be packed.
     """
     if lora.packed:
         dense = base.config.experts is None
@@ -97,7 +96,7 @@ def held_form(base: Decoder, lora: Lora, mesh: Any) -> Decoder:
         for part, name in (target.split("/") for target in ADAPTED):
             if part in parameters["blocks"]:
                 inputs = INPUTS.get(f"{part}/{name}", 1)
-                parameters["blocks"][part][name] = pack(lora.base, parameters["blocks"][part][name], inputs)
+                parameters["blocks"][part][name] = quantise(lora.base, parameters["blocks"][part][name], inputs)
         return Decoder(base.config, parameters)
     platform = platform_of(mesh)
     if platform == "cpu":
@@ -108,24 +107,27 @@ def held_form(base: Decoder, lora: Lora, mesh: Any) -> Decoder:
 
 
 def freeze_base(state: TrainState, lora: Lora, mesh: Any) -> TrainState:
-    """Return the state with its frozen base, if it has one, in ``held_form``."""
+    """Return the state with its frozen base, if it has one, in ``frozen_form``; what that replaces is deleted."""
     base = state.policy.base
     if base is None:
         return state
-    convert = functools.partial(held_form, lora=lora, mesh=mesh)
-    layout = shardings(jax.eval_shape(convert, base), mesh)
-    held = jax.jit(convert, out_shardings=layout, donate_argnums=0)(base)
-    return state.with_role("policy", base=held)
+    frozen = frozen_form(base, lora, mesh)
+    frozen = jax.block_until_ready(jax.device_put(frozen, shardings(frozen, mesh)))
+    kept = {id(leaf) for leaf in jax.tree.leaves(frozen)}
+    for leaf in jax.tree.leaves(base):
+        if id(leaf) not in kept:
+            leaf.delete()
+    return state.with_role("policy", base=frozen)
 
 
 def policy_shapes(base: Decoder, lora: Lora, mesh: Any) -> Decoder:
-    """Return the shapes of the policy on the learner's mesh: ``base``, or its held form with an adapter."""
+    """Return the shapes of the policy on the learner's mesh: ``base``, or its frozen form with an adapter."""
     if not lora.rank:
         return base
 
     def make(base: Decoder) -> Any:
         adapter = create_adapter(base.config, lora, jax.random.key(0))
-        return with_adapter(held_form(base, lora, mesh), adapter)
+        return with_adapter(frozen_form(base, lora, mesh), adapter)
 
     return jax.eval_shape(make, base)
 

@@ -1,4 +1,4 @@
-"""Packed matrices of a frozen model: int8 by output channel, and NF4 as in QLoRA (arXiv 2305.14314). Each product
+"""Quantised matrices of a frozen model: int8 by output channel, and NF4 as in QLoRA (arXiv 2305.14314). Each product
 widens its own layer's matrix, in the forward and the backward pass: the wide form of a whole stack never exists.
 
 NF4: blocks of 64 numbers along the inputs share a scale, and each number is one of 16, the quantiles of a normal
@@ -6,6 +6,7 @@ distribution. The scales are 8-bit numbers themselves, in blocks of 256 after th
 blocks, nibbles and codes is that of bitsandbytes.
 """
 
+import functools
 import itertools
 import math
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,7 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The 16 numbers of NF4 (QLoRA, appendix E)."""
-BLOCK, SCALE_BLOCK = 64, 256
+BLOCK_SIZE, SCALE_BLOCK = 64, 256
 """Numbers with a common scale, and scales with a common scale of their own."""
 
 
@@ -39,8 +40,8 @@ def dynamic_map() -> np.ndarray:
     return np.sort(np.array(numbers + [0.0] * (256 - len(numbers)), np.float32))
 
 
-class Packed(nnx.Module):
-    """A frozen matrix [in.., out..] in fewer bits, or a stack of them; the arrays are as ``pack`` makes them.
+class QuantisedMatrix(nnx.Module):
+    """A frozen matrix [in.., out..] in fewer bits, or a stack of them; the arrays are as ``quantise`` makes them.
 
     Attributes:
       kind: "int8" or "nf4".
@@ -59,30 +60,35 @@ class Packed(nnx.Module):
         def __getattr__(self, name: str) -> Any: ...
 
 
-def pack(kind: str, stack: jax.Array, inputs: int) -> Packed:
-    """Pack a stack of matrices [L, in.., out..] with this number of summed axes. InputError: NF4's blocks do not divide
-    the inputs.
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def quantise(kind: str, stack: jax.Array, inputs: int) -> QuantisedMatrix:
+    """Quantise a stack of matrices [L, in.., out..] with this number of summed axes. InputError: NF4's blocks do not
+    divide the inputs.
     """
     sizes = stack.shape[1 : 1 + inputs]
-    wide = stack.astype(jnp.float32)
     if kind == "int8":
-        axes = tuple(range(1, 1 + inputs))
-        scales = jnp.maximum(jnp.max(jnp.abs(wide), axes, keepdims=True) / 127, jnp.finfo(jnp.float32).tiny)
-        codes = jnp.round(wide / scales).astype(jnp.int8)
-        return Packed(kind, sizes, {"codes": codes, "scales": jnp.squeeze(scales, axes)})
+        return QuantisedMatrix(kind, sizes, jax.lax.map(functools.partial(_quantise_int8, inputs), stack))
     outputs, width = stack.shape[1 + inputs :], math.prod(sizes)
     require(
-        width % BLOCK == 0,
-        f"learner.lora.base nf4 packs {BLOCK} inputs of a matrix together, and this model has one of {width}: set it "
-        "to int8 or bf16",
+        width % BLOCK_SIZE == 0,
+        f"learner.lora.base nf4 packs {BLOCK_SIZE} inputs of a matrix together, and this model has one of {width}: "
+        "set it to int8 or bf16",
     )
-    inputs_last = jnp.moveaxis(wide, tuple(range(1, 1 + inputs)), tuple(range(-inputs, 0)))
-    return Packed(kind, sizes, jax.lax.map(_pack_nf4, inputs_last.reshape(len(stack), *outputs, width)))
+    inputs_last = jnp.moveaxis(stack, tuple(range(1, 1 + inputs)), tuple(range(-inputs, 0)))
+    return QuantisedMatrix(kind, sizes, jax.lax.map(_quantise_nf4, inputs_last.reshape(len(stack), *outputs, width)))
 
 
-def _pack_nf4(matrix: jax.Array) -> dict[str, jax.Array]:
-    """Pack one matrix [out.., in], float32."""
-    blocks = matrix.reshape(*matrix.shape[:-1], -1, BLOCK)
+def _quantise_int8(inputs: int, matrix: jax.Array) -> dict[str, jax.Array]:
+    """Quantise one matrix [in.., out..]."""
+    axes = tuple(range(inputs))
+    wide = matrix.astype(jnp.float32)
+    scales = jnp.maximum(jnp.max(jnp.abs(wide), axes, keepdims=True) / 127, jnp.finfo(jnp.float32).tiny)
+    return {"codes": jnp.round(wide / scales).astype(jnp.int8), "scales": jnp.squeeze(scales, axes)}
+
+
+def _quantise_nf4(matrix: jax.Array) -> dict[str, jax.Array]:
+    """Quantise one matrix [out.., in]."""
+    blocks = matrix.astype(jnp.float32).reshape(*matrix.shape[:-1], -1, BLOCK_SIZE)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
     middles = jnp.asarray([(a + b) / 2 for a, b in itertools.pairwise(NF4)], jnp.float32)
     scaled = (blocks / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)[..., None]).reshape(matrix.shape)
@@ -102,9 +108,9 @@ def _pack_nf4(matrix: jax.Array) -> dict[str, jax.Array]:
     }
 
 
-def widen(matrix: jax.Array | Packed, dtype: Any) -> jax.Array:
+def widen(matrix: jax.Array | QuantisedMatrix, dtype: Any) -> jax.Array:
     """Return one matrix [in.., out..] in a floating dtype."""
-    if not isinstance(matrix, Packed):
+    if not isinstance(matrix, QuantisedMatrix):
         return matrix.astype(dtype)
     scales = matrix.scales[...]
     if matrix.kind == "int8":
@@ -114,7 +120,7 @@ def widen(matrix: jax.Array | Packed, dtype: Any) -> jax.Array:
     padded = jnp.pad(flat, (0, -flat.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
     largest = (padded * matrix.scale_scales[...][:, None]).reshape(-1)[: flat.size] + matrix.offset[...]
     pairs = jnp.stack([nibbles >> 4, nibbles & 15], axis=-1)
-    blocks = _nf4_number(pairs).reshape(*scales.shape, BLOCK) * largest.reshape(scales.shape)[..., None]
+    blocks = _nf4_number(pairs).reshape(*scales.shape, BLOCK_SIZE) * largest.reshape(scales.shape)[..., None]
     rows = blocks.reshape(*nibbles.shape[:-1], *matrix.inputs).astype(dtype)
     outputs = nibbles.ndim - 1
     return jnp.moveaxis(rows, tuple(range(outputs)), tuple(range(-outputs, 0)))

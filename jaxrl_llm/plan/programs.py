@@ -44,7 +44,7 @@ from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
 from jaxrl_llm.models.decoding import empty_cache
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.hf import read_config
-from jaxrl_llm.models.lora import frozen_base, held_form, model_of, policy_shapes
+from jaxrl_llm.models.lora import frozen_base, frozen_form, model_of, policy_shapes
 from jaxrl_llm.models.peft import base_model_name, is_adapter
 from jaxrl_llm.models.pretrained import model_config_of
 from jaxrl_llm.plan import hlo
@@ -146,8 +146,8 @@ def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any, lo
     """
     state = outline.state
     if state.policy.base is not None:
-        held = functools.partial(held_form, lora=lora, mesh=mesh)
-        state = state.with_role("policy", base=jax.eval_shape(held, state.policy.base))
+        convert = functools.partial(frozen_form, lora=lora, mesh=mesh)
+        state = state.with_role("policy", base=jax.eval_shape(convert, state.policy.base))
     state = sharding.as_shapes(state, sharding.shardings(state, mesh))
     names = tuple(objective.name for training in outline.training for objective in training.objectives)
     samples = outline.samples(outline.groups.longest)
@@ -212,9 +212,9 @@ def sampling_bytes(arrays: SamplingArrays, apart: bool) -> int:
     base = {} if apart else {parameter_path(p): x for p, x in jax.tree.leaves_with_path(arrays.state.policy.base)}
 
     def is_shared(path: tuple, x: Any) -> bool:
-        held = base.get(parameter_path(path))
+        learned = base.get(parameter_path(path))
         key = lambda x: (x.dtype, x.sharding.shard_shape(x.shape))  # noqa: E731
-        return held is not None and key(held) == key(x)
+        return learned is not None and key(learned) == key(x)
 
     return bytes_per_device([x for path, x in jax.tree.leaves_with_path(arrays.sampled) if not is_shared(path, x)])
 

@@ -97,17 +97,7 @@ def gather_layer(layer: Any) -> Any:
     weights are returned unchanged.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.shape["fsdp"] == 1:
-        return layer
-    is_float = lambda x: jnp.issubdtype(x.dtype, jnp.floating)  # noqa: E731  codes of packed matrices have no gradient
-    if all(map(is_float, jax.tree.leaves(layer))):
-        return _gather(layer)
-    return jax.tree.map(
-        lambda x, a, b: a if is_float(x) else b,
-        layer,
-        _gather(jax.tree.map(lambda x: x if is_float(x) else jnp.zeros(x.shape, jnp.float32), layer)),
-        _constrain_layer(layer, ("fsdp",)),
-    )
+    return layer if mesh.empty or mesh.shape["fsdp"] == 1 else _gather(layer)
 
 
 @jax.custom_vjp
@@ -128,6 +118,8 @@ def _constrain_layer(layer: Any, skip: Sequence[str]) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
 
     def leaf(path: tuple, x: jax.Array) -> jax.Array:
+        if x.dtype == jax.dtypes.float0:  # the gradient of codes
+            return x
         return jax.lax.with_sharding_constraint(x, layout_of(f"blocks/0/{leaf_name(path)}", x.shape, mesh, skip).spec)
 
     return jax.tree.map_with_path(leaf, layer)

@@ -1,4 +1,4 @@
-"""Packed frozen matrices: their numbers, their gradients, and that no whole stack of them is ever wide."""
+"""QuantisedMatrix frozen matrices: their numbers, their gradients, and that no whole stack of them is ever wide."""
 
 import re
 from pathlib import Path
@@ -7,17 +7,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learner.rollouts import T, one_device, policy_gradient, rollout
+from learner.rollouts import T, one_device, policy_gradient, policy_update, rollout
 from tiny import VOCAB, largest_difference
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Layout, pack
+from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
+from jaxrl_llm.learner.forward import put_on_mesh
+from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import quantised
 from jaxrl_llm.models.config import Attention, ComputeOptions, Lora, ModelConfig
 from jaxrl_llm.models.decoder import cast, initialise, logits, to_parameters
-from jaxrl_llm.models.lora import create_adapter, held_form, merge, with_adapter
+from jaxrl_llm.models.lora import create_adapter, frozen_form, merge, with_adapter
 from jaxrl_llm.rollout import Engine, Sampling
+from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
 
 CONFIG = ModelConfig("llama", VOCAB, 64, 3, 192, Attention(4, 2, 16))
 BASE = cast(initialise(CONFIG, jax.random.key(0), scale=0.1), "bfloat16")
@@ -33,7 +36,7 @@ def adapter(kind):
 
 
 def held(kind):
-    return held_form(BASE, Lora(2, base=kind), one_device())
+    return frozen_form(BASE, Lora(2, base=kind), one_device())
 
 
 def widened(kind):
@@ -46,9 +49,11 @@ def layer_of(packed, index=0):
 
 
 def test_nf4_has_the_bits_of_bitsandbytes():
-    """``quantize_4bit(matrix, 64, compress_statistics=True, quant_type="nf4")`` of version 0.50.2, for [out, in]."""
+    """``quantize_4bit(matrix, blocksize=64, compress_statistics=True, quant_type="nf4")`` of version 0.50.2 made the
+    file, of ``torch.manual_seed(0); matrix = (torch.randn(40, 448) * 0.05).half().float()``, [out, in].
+    """
     stored = np.load(Path(__file__).parents[1] / "fixtures" / "nf4.npz")
-    packed = layer_of(quantised.pack("nf4", jnp.asarray(stored["matrix"].T[None]), 1))
+    packed = layer_of(quantised.quantise("nf4", jnp.asarray(stored["matrix"].T[None]), 1))
     for name in ("nibbles", "scales"):
         np.testing.assert_array_equal(getattr(packed, name)[...], stored[name])
     for name in ("scale_scales", "offset"):
@@ -59,13 +64,13 @@ def test_nf4_has_the_bits_of_bitsandbytes():
 @pytest.mark.parametrize("inputs", [1, 2])
 def test_int8_is_off_by_half_a_step_at_most(inputs):
     stack = np.random.default_rng(0).normal(size=(2, 8, 6, 5)).astype(np.float32)
-    packed = quantised.pack("int8", jnp.asarray(stack), inputs)
+    packed = quantised.quantise("int8", jnp.asarray(stack), inputs)
     for index in range(2):
         layer = layer_of(packed, index)
         step = np.abs(stack[index]).max(axis=tuple(range(inputs))) / 127
         assert layer.codes[...].dtype == jnp.int8 and layer.scales[...].shape == step.shape
         assert (np.abs(np.asarray(quantised.widen(layer, jnp.float32)) - stack[index]) <= 0.5001 * step).all()
-    zeros = layer_of(quantised.pack("int8", jnp.zeros((1, 4, 3)), 1))
+    zeros = layer_of(quantised.quantise("int8", jnp.zeros((1, 4, 3)), 1))
     np.testing.assert_array_equal(quantised.widen(zeros, jnp.float32), 0)
 
 
@@ -94,6 +99,27 @@ def test_a_packed_model_computes_as_its_numbers_written_out(kind):
         np.testing.assert_allclose(ours.sampler_logp, theirs.sampler_logp, atol=2e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_mesh_changes_nothing(kind):
+    """Codes are divided over fsdp and tensor, and gathered a layer at a time."""
+    lora, data = Lora(2, 3.0, base=kind), pack(rollout(), Layout(8, 22, T))
+    moments = []
+    for where in (one_device(), make_mesh(MeshShape(2, 2, 2))):
+        update = policy_update(PRESETS["dapo"], Optimiser(learning_rate=1e-2), ComputeOptions(remat="full"))
+        with jax.set_mesh(where):
+            state = create_state(jax.tree.map(jnp.copy, BASE), build(Optimiser(learning_rate=1e-2)), False, where, lora)
+            codes = state.policy.base.weights.blocks.mlp.up
+            codes = codes.codes[...] if kind == "int8" else codes.nibbles[...]
+            assert codes.sharding.is_fully_replicated == (where.size == 1)
+            state = state.with_role(
+                "policy", params=jax.device_put(adapter(kind), shardings(state.policy.params, where))
+            )
+            state, _ = update(state, put_on_mesh(data, where))
+        moments.append(jax.device_get(state.policy.opt_state[1].mu))
+    assert largest_difference(*moments) < 1e-5
+
+
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_stack_is_ever_wide(kind, remat):
@@ -108,5 +134,5 @@ def test_no_stack_is_ever_wide(kind, remat):
 
 def test_what_cannot_be_packed_is_refused():
     with pytest.raises(InputError, match=r"nf4 packs 64 inputs .* one of 24: set it to int8 or bf16"):
-        quantised.pack("nf4", jnp.zeros((1, 24, 8)), 1)
+        quantised.quantise("nf4", jnp.zeros((1, 24, 8)), 1)
     assert set(to_parameters(held("nf4"))) == set(to_parameters(BASE))
