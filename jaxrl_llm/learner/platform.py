@@ -5,8 +5,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import AbstractMesh, Mesh
 
 from jaxrl_llm.errors import InputError, require
@@ -218,7 +218,7 @@ def utilisation(
     for trained in training:
         updates = row["updates" if trained.role == "policy" else f"{trained.role}/updates"]
         params = state.roles[trained.role].params
-        adapter = optax.tree.size(params) if isinstance(params, Adapter) else None
+        adapter = sum(x.size for x in jax.tree.leaves(params)) if isinstance(params, Adapter) else None
         model = model_of(state, trained.role)
         tokens, pairs, predictions = count_work(model.config, groups)
         predictions = 0 if isinstance(model, ScalarModel) else predictions

@@ -146,7 +146,8 @@ def cast(model: Decoder, dtype: Any) -> Decoder:
 
     def convert(path: tuple, x: Any) -> Any:
         name = re.sub(r"^blocks/\d+/", "blocks/", parameter_path(path))
-        return x if {name, name.rpartition("/")[0]} & frozen else x.astype(dtype)
+        matrix, _, part = name.rpartition("/")  # of a packed one, or of an adapter
+        return x if name in frozen or (matrix in frozen and part not in ("a", "b")) else x.astype(dtype)
 
     return jax.tree.map_with_path(convert, model)
 

@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxrl_llm import sharding
@@ -95,7 +94,7 @@ class PlannedRole(PlannedModel):
     @property
     def adapter(self) -> int | None:
         """Return the number of weights of its adapter, as in ``training_flops``; None if the whole model learns."""
-        return optax.tree.size(self.role.params) if isinstance(self.role.params, Adapter) else None
+        return sum(x.size for x in jax.tree.leaves(self.role.params)) if isinstance(self.role.params, Adapter) else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -181,10 +181,9 @@ def head_lines(plan: Plan, source: str) -> list[str]:
 
 def memory_lines(plan: Plan) -> list[str]:
     """Return the table of memory."""
-    words = {
-        name: text.format(dtype=plan.run.learner.dtype, compute=plan.run.learner.compute.dtype)
-        for name, (text, _) in MEMORY_KINDS.items()
-    }
+    learner = plan.run.learner
+    dtypes = {"dtype": learner.lora.base if learner.lora.rank else learner.dtype, "compute": learner.compute.dtype}
+    words = {name: text.format(**dtypes) for name, (text, _) in MEMORY_KINDS.items()}
     whose = "the compiler's" if plan.compiled else "a formula's"
     halves = plan.halves
     rows = [f"{'memory of one device, GiB':<50}" + "".join(f"{name:>10}" for name in halves)]

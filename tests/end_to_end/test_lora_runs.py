@@ -36,6 +36,10 @@ LINES = {
     "push lost": "export whole --out lost --push someone/lost",
     "push name": "export whole --out pushed --push adapter",
     "push file": "export whole --out pushed.gguf --push someone/file",
+    "packed": f"train smoke {FLAGS.replace('base f32', 'base nf4')} --steps 2 --run_dir packed",
+    "eval packed": "eval packed --json",
+    "export packed": "export packed --out packed_model",
+    "eval packed_model": "eval packed_model --config smoke --json",
     "generate": "generate whole --temperature 0 --max_new_tokens 8 --prompt hello",
     "no rank": "train smoke --learner.lora.rank -1",
     "no target": "train smoke --learner.lora.rank 2 --learner.lora.targets embed",
@@ -137,6 +141,20 @@ def test_what_is_tested_asked_and_exported_is_the_adapted_model(folder, answers)
     moved = {f"{p}/{n}": float(np.abs(model[p][n] - base[p][n]).max()) for p in ("attn", "mlp") for n in base[p]}
     assert {name for name, size in moved.items() if size} == {"attn/q", "mlp/down"}
     assert min(moved["attn/q"], moved["mlp/down"]) > 1e-3
+
+
+def test_a_run_on_a_packed_base_is_tested_and_exported_as_it_was_trained(folder, answers):
+    for name in ("packed", "eval packed", "export packed", "eval packed_model"):
+        assert answers[name].code == 0, answers[name].err
+        assert "Warning" not in answers[name].err
+    rows = [json.loads(line) for line in (folder / "packed/metrics.jsonl").read_text().splitlines()]
+    assert rows[1]["sampler/logp_abs_diff_max"] < 1e-5
+    logged = {name: value for name, value in rows[-1].items() if name.startswith("eval/")}
+    for name in ("eval packed", "eval packed_model"):
+        found = json.loads(answers[name].out)
+        assert logged and {k: found[k] for k in logged} == logged
+    base, model = (to_parameters(load_pretrained(folder / name)[0])["blocks"] for name in ("base", "packed_model"))
+    assert np.abs(model["mlp"]["up"] - base["mlp"]["up"]).max() > 1e-3, "the numbers of the base are NF4's"
 
 
 def test_an_exported_adapter_is_the_difference_of_base_and_model(folder, answers):

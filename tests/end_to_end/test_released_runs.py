@@ -58,6 +58,8 @@ def test_their_archives_say_nothing_of_the_machine_that_wrote_them(unpacked):
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_settings_are_read(unpacked, kind):
     run = read(unpacked / "runs" / kind / "config.json").run
+    if unpacked.name.startswith("0.1.0") and run.learner.lora.rank:  # it knew no other form
+        assert (run.learner.lora.base, run.learner.lora.merged) == ("f32", True)
     assert type(run) is KINDS[kind] and is_whole(run), "classes of its settings are not there any more"
     assert (run.model, run.steps) == ("model", 2) and run.learner.optimiser.learning_rate == 1e-3
 

@@ -165,6 +165,8 @@ def test_sampler_and_learner_read_the_same_arrays():
     state, _ = updater()(state, put_on_mesh(pack(rollout(), LAYOUT), mesh))
     assert place(state.policy.base) == held == place(transfer(model_of(state)))
     assert np.isfinite(logits(earlier, np.arange(24).reshape(2, 12))).all(), "an update took the base with it"
+    other = transfer(with_adapter(jax.tree.map(jnp.copy, MODEL), adapter()))
+    assert not set(place(other)) & set(held), "the base of another policy is not the one before"
 
 
 def test_changes_below_the_rounding_of_the_base_count():

@@ -21,6 +21,7 @@ from jaxrl_llm.models.decoder import cast, initialise, logits, to_parameters
 from jaxrl_llm.models.lora import create_adapter, frozen_form, merge, with_adapter
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from jaxrl_llm.sharding.rules import parameter_path
 
 CONFIG = ModelConfig("llama", VOCAB, 64, 3, 192, Attention(4, 2, 16))
 BASE = cast(initialise(CONFIG, jax.random.key(0), scale=0.1), "bfloat16")
@@ -97,6 +98,17 @@ def test_a_packed_model_computes_as_its_numbers_written_out(kind):
     for ours, theirs in zip(*sampled, strict=True):
         np.testing.assert_array_equal(ours.tokens, theirs.tokens)
         np.testing.assert_allclose(ours.sampler_logp, theirs.sampler_logp, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", ["bf16", *KINDS])
+def test_factors_and_norms_are_cast_and_matrices_are_not(kind):
+    form = BASE if kind == "bf16" else held(kind)
+    model = with_adapter(form, adapter("bf16"))
+    dtypes = {parameter_path(path): x.dtype.name for path, x in jax.tree.leaves_with_path(cast(model, "float16"))}
+    before = {parameter_path(path): x.dtype.name for path, x in jax.tree.leaves_with_path(model)}
+    changed = {name for name in dtypes if dtypes[name] == "float16"}
+    assert changed == {name for name in dtypes if name.endswith(("/a", "/b")) or "norm" in name}
+    assert all(dtypes[name] == before[name] for name in dtypes.keys() - changed)
 
 
 @pytest.mark.slow
