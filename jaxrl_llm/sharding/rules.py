@@ -118,8 +118,6 @@ def _constrain_layer(layer: Any, skip: Sequence[str]) -> Any:
     mesh = jax.sharding.get_abstract_mesh()
 
     def leaf(path: tuple, x: jax.Array) -> jax.Array:
-        if x.dtype == jax.dtypes.float0:  # the gradient of codes
-            return x
         return jax.lax.with_sharding_constraint(x, layout_of(f"blocks/0/{leaf_name(path)}", x.shape, mesh, skip).spec)
 
     return jax.tree.map_with_path(leaf, layer)
