@@ -127,9 +127,11 @@ def widen(matrix: jax.Array | QuantisedMatrix, dtype: Any) -> jax.Array:
 
 
 def _nf4_number(codes: jax.Array) -> jax.Array:
-    """Return the numbers of codes 0 to 15, float32, by four rounds of choices: a table would be read one by one."""
-    numbers: list[Any] = [jnp.float32(number) for number in NF4]
+    """Return the numbers of codes 0 to 15, float32, exactly: by each bit one of two. A table would be read one by one,
+    and choices among constants would be hoisted out of a scan, as sixteen arrays of a matrix's size.
+    """
+    numbers: list[Any] = list(NF4)
     for bit in range(4):
-        is_set = (codes >> bit) & 1 == 1
-        numbers = [jnp.where(is_set, high, low) for low, high in zip(numbers[::2], numbers[1::2], strict=True)]
+        is_set = ((codes >> bit) & 1).astype(jnp.float32)
+        numbers = [high * is_set + low * (1 - is_set) for low, high in zip(numbers[::2], numbers[1::2], strict=True)]
     return numbers[0]
