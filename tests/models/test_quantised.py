@@ -144,6 +144,17 @@ def test_no_stack_is_ever_wide(kind, remat):
     assert not re.search(rf"(f32|bf16)\[{layers},(64,192|192,64)\]", text)
 
 
+def test_nothing_of_a_matrix_is_hoisted_out_of_the_loop_over_layers():
+    """Choices among constants once were: sixteen arrays of each matrix's size."""
+    policy, data = adapter("nf4"), pack(rollout(), Layout(1, 22, T))
+
+    def temporaries(kind):
+        gradient = lambda base: policy_gradient(policy, data, PRESETS["dapo"], ComputeOptions(remat="full"), base)[0]
+        return jax.jit(gradient).lower(held(kind)).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries("nf4") - temporaries("int8") < 8 * 4 * 64 * 192
+
+
 def test_what_cannot_be_packed_is_refused():
     with pytest.raises(InputError, match=r"nf4 packs 64 inputs .* one of 24: set it to int8 or bf16"):
         quantised.quantise("nf4", jnp.zeros((1, 24, 8)), 1)
