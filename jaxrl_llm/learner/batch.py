@@ -19,6 +19,8 @@ from jaxrl_llm.types import Prompt
 
 HEAD_ARRAYS = ("kept", "teacher_ids", "teacher_logp")
 """Names of per-token arrays that the last layer, not the loss, reads at the token's prediction."""
+ROOM = 2**25
+"""Bytes up to which an array of a step is padded to hold all its completions in any microbatch."""
 POLICY = ("policy",)
 """The objective of a run that trains only a policy."""
 
@@ -131,6 +133,8 @@ class Layout:
     """Shapes of a microbatch: R ``rows`` of ``row_tokens`` S (at least the longest prompt with its completion),
     completions of up to ``completion_tokens`` T, and ``parts`` P, into which a mesh divides the rows; P divides R.
     ``share_prompts``: whether completions of one prompt share it within a row; else each has its own copy.
+    ``microbatches`` M and ``sequences`` B: the least of a step's arrays, which double where its data need more; padding
+    costs memory alone, and every step that fits is one compiled program.
     """
 
     rows: int
@@ -138,6 +142,19 @@ class Layout:
     completion_tokens: int
     parts: int = 1
     share_prompts: bool = True
+    microbatches: int = 1
+    sequences: int = 1
+
+    def with_room(self, samples: Sequence["Sample"]) -> "Layout":
+        """Return the layout with room for an update of as many samples as these, which are at their longest. Shorter
+        ones fill fewer microbatches, of more completions each: B is all of them while an array of float32[M, B, T]
+        takes no more than ``ROOM`` bytes.
+        """
+        batches = assign_rows(samples, self)
+        least = max(len(row_order(batch)) for batch in batches)
+        most = ROOM // (4 * len(batches) * self.completion_tokens)
+        sequences = max(least, min(len(samples), most))
+        return dataclasses.replace(self, microbatches=len(batches), sequences=sequences)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,16 +217,15 @@ def empty_batch(
 ) -> Packed:
     """Return microbatches of only padding, with room for these samples."""
     part = layout.rows // layout.parts
-    # Powers of two.
-    width = 1 << (max(len(row_order(batch)) for batch in batches) - 1).bit_length()
-    count = 1 << (len(batches) - 1).bit_length()
+    width = doubled(layout.sequences, max(len(row_order(batch)) for batch in batches))
+    count = doubled(layout.microbatches, len(batches))
     predictions = max(
         sum(len(segment) for row in batch[i : i + part] for piece in row for segment in piece)
         for batch in batches
         for i in range(0, len(batch), part)
     )
-    quarter = -(-part * layout.row_tokens // 4)
-    predictions = -(-predictions // quarter) * quarter
+    half = -(-part * layout.row_tokens // 2)
+    predictions = half if predictions <= half else part * layout.row_tokens
     R, S, T = layout.rows, layout.row_tokens, layout.completion_tokens
 
     def zeros(shape: tuple[int, ...], dtype: Any = np.int32) -> np.ndarray:
@@ -238,6 +254,13 @@ def empty_batch(
         microbatches=None,
         counts=None,
     )
+
+
+def doubled(size: int, needed: int) -> int:
+    """Return the size, doubled until it holds what is needed."""
+    while size < needed:
+        size *= 2
+    return size
 
 
 def sample_rows(samples: Sequence[Sample], layout: Layout) -> list[tuple[int, int]]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import heapq
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -250,17 +251,33 @@ def fit_microbatch(forward: Forward, groups: Iterable[tuple[str, Sequence[Sample
 
 
 def build_programs(
-    run: FromData, model: Any, mesh: Any, objective: Objective, groups: Iterable[tuple[str, Sequence[Sample]]] = ()
+    run: FromData, model: Any, mesh: Any, objective: Objective, groups: Iterable[tuple[str, Sequence[Sample]]]
 ) -> tuple[Forward, tuple[Training, ...]]:
-    """Return how the model is run, and how it is trained; ``groups``: as for ``fit_microbatch``."""
+    """Return how the model is run, and how it is trained; ``groups``: as for ``fit_microbatch``, with the longest rows
+    among them.
+    """
     compute = compute_for(run.learner, model.config, platform_of(mesh), compiler_options(mesh))
     longest = run.batch.max_tokens + 1  # a scalar model reads its score where one more token would be predicted
-    tokens = -(-run.batch.rows // run.learner.minibatches) * longest
+    rows = -(-run.batch.rows // run.learner.minibatches)
+    tokens = rows * longest
     layout = layout_for(run.learner, compute, longest, longest, mesh, model.config, tokens)
     optimiser = run.learner.optimiser
     update = make_update((objective,), build(optimiser), learning_rate(optimiser), compute)
+    groups = list(groups)
     forward = fit_microbatch(Forward(layout, compute, 1.0, mesh), groups, run.learner.compute.microbatch_rows)
+    largest = heapq.nlargest(rows, (samples for _, samples in groups), key=count_tokens)
+    apart = [
+        dataclasses.replace(sample, together=None if sample.together is None else row)
+        for row, samples in enumerate(largest)
+        for sample in samples
+    ]
+    forward = dataclasses.replace(forward, layout=forward.layout.with_room(apart))
     return forward, (Training((objective,), update),)
+
+
+def count_tokens(samples: Sequence[Sample]) -> int:
+    """Return the number of tokens of samples, with their prompts."""
+    return sum(len(sample.prompt) + len(sample.tokens) for sample in samples)
 
 
 def outline_dataset(
@@ -270,20 +287,20 @@ def outline_dataset(
     ``mesh`` may be abstract, and ``samples_of`` maps a prompt, its continuation and a row's number to samples.
     """
 
-    def samples(tokens: int) -> list[Sample]:
-        rows = range(-(-run.batch.rows // run.learner.minibatches))
+    def rows(tokens: int) -> list[list[Sample]]:
         follows = np.zeros(max(tokens - 1, 1), np.int32)
-        return [sample for row in rows for sample in samples_of(np.full(1, row, np.int32), follows, row)]
+        count = -(-run.batch.rows // run.learner.minibatches)
+        return [samples_of(np.full(1, row, np.int32), follows, row) for row in range(count)]
 
-    longest_row = samples_of(np.zeros(1, np.int32), np.zeros(run.batch.max_tokens - 1, np.int32), 0)
-    forward, training = build_programs(run, model, mesh, objective, [("the longest row", longest_row)])
+    longest = [("the longest row", samples) for samples in rows(run.batch.max_tokens)]
+    forward, training = build_programs(run, model, mesh, objective, longest)
     answers = run.evaluation.task is not None or isinstance(run.data.source, Collected)
     return Outline(
         state=planned_state(run, model, training, False),
         training=training,
         forwards={"policy": forward},
         groups=groups(run),
-        samples=samples,
+        samples=lambda tokens: [sample for samples in rows(tokens) for sample in samples],
         coefficients={"policy": ("temperature",)},
         notes=("it samples answers too (a task to test on, or data to collect): that is not planned",) * answers,
     )
@@ -320,8 +337,10 @@ def prepare(
     run: configs.Supervised, model: Decoder, tokenizer: Any, mesh: Any, scorer: Scorer, progress: Progress, peers: Peers
 ) -> DatasetStage:
     """Read or collect the texts; build training and evaluation. InputError: data that the run cannot use."""
-    _, fields = read_rows_of(run, model, tokenizer, mesh, scorer, progress, peers, "texts")
-    forward, training = build_programs(run, model, mesh, NextToken())
+    loaded, fields = read_rows_of(run, model, tokenizer, mesh, scorer, progress, peers, "texts")
+    longest = heapq.nlargest(run.batch.rows, loaded.train, key=lambda text: text.length)
+    groups = ((text.where, [text_sample(text)]) for text in longest)
+    forward, training = build_programs(run, model, mesh, NextToken(), groups)
     return DatasetStage(
         forward=forward,
         training=training,

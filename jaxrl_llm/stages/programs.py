@@ -187,6 +187,7 @@ def build_training(
     layout = layout_for(run.learner, compute, longest, completion, mesh, model.config, tokens)
     if run.rollout.episode.history == "fork" and any(task.plays for task in configs.tasks_in(run.task)):
         layout = rows_for_turns(layout, run.rollout.episode.max_turns, run.learner.compute.microbatch_rows)
+    layout = layout.with_room(planned_minibatch(run, ingredients, model.config))
     forward = Forward(layout, compute, run.rollout.temperature, mesh)
     teachers = ingredients.teachers and ingredients.teachers.in_update(forward, find)
     training, forwards = [Training(objectives, update, teachers=teachers)], {"policy": forward}

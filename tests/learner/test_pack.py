@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from learner.rollouts import sample
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Layout, pack
+from jaxrl_llm.learner import Layout, batch, pack
 from jaxrl_llm.learner.batch import sample_rows
 
 T, S = 5, 14
@@ -120,15 +120,31 @@ def test_completions_with_prompts_of_their_own_are_segments(samples, rows):
 
 
 @settings(max_examples=30, deadline=None)
+@given(batches(), st.integers(1, 3), st.integers(1, 5), st.integers(1, 3))
+def test_shapes_are_few(samples, rows, microbatches, sequences):
+    packed = pack(samples, Layout(rows, S, T, microbatches=microbatches, sequences=sequences))
+    for size, least in zip(packed.mask.shape, (microbatches, sequences), strict=False):
+        assert size % least == 0 and (size // least).bit_count() == 1
+    assert packed.mask.shape[2] == T and packed.rows.tokens.shape == (len(packed.mask), rows, S)
+    assert packed.predictions.source.shape[2] in (-(-rows * S // 2), rows * S)
+    assert len(packed.mask) == microbatches or len(packed.mask) < 2 * packed.microbatches
+
+
+@settings(max_examples=30, deadline=None)
 @given(batches(), st.integers(1, 3))
-def test_shapes_are_few(samples, rows):
-    packed = pack(samples, Layout(rows, S, T))
-    microbatches, width, length = packed.mask.shape
-    for value in (microbatches, width):
-        assert value & (value - 1) == 0
-    assert length == T and packed.rows.tokens.shape == (microbatches, rows, S)
-    assert packed.predictions.source.shape[2] % -(-rows * S // 4) == 0
-    assert packed.microbatches <= microbatches < 2 * packed.microbatches
+def test_shorter_completions_have_the_shapes_of_the_longest(samples, rows):
+    longest = [dataclasses.replace(one, tokens=np.zeros(T, np.int32), forks={}) for one in samples]
+    layout = Layout(rows, S, T).with_room(longest)
+    assert pack(samples, layout).mask.shape == (layout.microbatches, len(samples), T)
+
+
+def test_room_for_all_completions_is_bounded_by_bytes(monkeypatch):
+    samples = [sample(np.ones(3, np.int32), np.zeros(T, np.int32), np.ones(T, bool), np.zeros(T, np.float32), 0.0)] * 9
+    layout = Layout(1, 3 + 3 * T, T).with_room(samples)
+    assert (layout.microbatches, layout.sequences) == (3, 9)
+    for most, sequences in ((7, 7), (2, 3)):
+        monkeypatch.setattr(batch, "ROOM", most * 4 * 3 * T)
+        assert Layout(1, 3 + 3 * T, T).with_room(samples).sequences == sequences
 
 
 def test_the_longest_that_fits_and_one_more():
