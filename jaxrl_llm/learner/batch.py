@@ -133,8 +133,8 @@ class Layout:
     """Shapes of a microbatch: R ``rows`` of ``row_tokens`` S (at least the longest prompt with its completion),
     completions of up to ``completion_tokens`` T, and ``parts`` P, into which a mesh divides the rows; P divides R.
     ``share_prompts``: whether completions of one prompt share it within a row; else each has its own copy.
-    ``microbatches`` M and ``sequences`` B: the least of a step's arrays, which double where its data need more; padding
-    costs memory alone, and every step that fits is one compiled program.
+    ``microbatches`` M, ``sequences`` B and ``predictions`` N: the least of a step's arrays, which double where its data
+    need more; padding costs memory alone, and every step that fits is one compiled program. 0: half of a part's tokens.
     """
 
     rows: int
@@ -144,6 +144,7 @@ class Layout:
     share_prompts: bool = True
     microbatches: int = 1
     sequences: int = 1
+    predictions: int = 0
 
     def with_room(self, samples: Sequence["Sample"]) -> "Layout":
         """Return the layout with room for an update of as many samples as these, which are at their longest. Shorter
@@ -154,7 +155,8 @@ class Layout:
         least = max(len(row_order(batch)) for batch in batches)
         most = ROOM // (4 * len(batches) * self.completion_tokens)
         sequences = max(least, min(len(samples), most))
-        return dataclasses.replace(self, microbatches=len(batches), sequences=sequences)
+        predictions = padded_predictions(batches, self)
+        return dataclasses.replace(self, microbatches=len(batches), sequences=sequences, predictions=predictions)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,16 +218,9 @@ def empty_batch(
     samples: Sequence[Sample], batches: list[list[list[Piece]]], layout: Layout, objectives: Sequence[str]
 ) -> Packed:
     """Return microbatches of only padding, with room for these samples."""
-    part = layout.rows // layout.parts
     width = doubled(layout.sequences, max(len(row_order(batch)) for batch in batches))
     count = doubled(layout.microbatches, len(batches))
-    predictions = max(
-        sum(len(segment) for row in batch[i : i + part] for piece in row for segment in piece)
-        for batch in batches
-        for i in range(0, len(batch), part)
-    )
-    half = -(-part * layout.row_tokens // 2)
-    predictions = half if predictions <= half else part * layout.row_tokens
+    predictions = padded_predictions(batches, layout)
     R, S, T = layout.rows, layout.row_tokens, layout.completion_tokens
 
     def zeros(shape: tuple[int, ...], dtype: Any = np.int32) -> np.ndarray:
@@ -254,6 +249,18 @@ def empty_batch(
         microbatches=None,
         counts=None,
     )
+
+
+def padded_predictions(batches: list[list[list[Piece]]], layout: Layout) -> int:
+    """Return N, so that a part of each microbatch has room for its predictions: half of its tokens, or all."""
+    part = layout.rows // layout.parts
+    most = max(
+        sum(len(segment) for row in batch[i : i + part] for piece in row for segment in piece)
+        for batch in batches
+        for i in range(0, len(batch), part)
+    )
+    half = -(-part * layout.row_tokens // 2)
+    return max(layout.predictions, half if most <= half else part * layout.row_tokens)
 
 
 def doubled(size: int, needed: int) -> int:

@@ -1,11 +1,13 @@
 """Training on one rollout: the state on the device, the gradient of a role's objectives, updates in epochs."""
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -14,9 +16,10 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxrl_llm.learner.batch import Packed, Sample
+from jaxrl_llm.learner.batch import Packed, Sample, packed_shapes
 from jaxrl_llm.learner.forward import (
     Forward,
+    batch_shardings,
     compute_outputs,
     expert_load,
     microbatch,
@@ -30,12 +33,11 @@ from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.decoder import Decoder, cast
 from jaxrl_llm.models.heads import ScalarModel, split_head
 from jaxrl_llm.models.lora import create_adapter, freeze_base, frozen_base, model_of, with_adapter
-from jaxrl_llm.sharding import shardings
+from jaxrl_llm.sharding import as_shapes, shardings
 from jaxrl_llm.sharding.rules import checksums_by_name
 from jaxrl_llm.types import NOT_FINITE, Role, TrainState
 
 
-@dataclasses.dataclass(frozen=True)
 class Update:
     """The update of one role, ``(state, packed, coefficients) -> (state, metrics)``, of the jitted ``program``. The
     state is donated, but for the frozen base of adapters, which samplers may read meanwhile.
@@ -43,11 +45,14 @@ class Update:
     Coefficients by name: ``temperature`` always; ``kl_coef`` and ``entropy_coef`` of the loss's terms; ``target_kl``.
     """
 
-    program: Any
+    def __init__(self, program: Any):
+        self.program = program
+        self._compiling: threading.Thread | None = None
 
     def __call__(self, state: TrainState, packed: Packed, coefficients: dict[str, Any]) -> tuple[TrainState, Scalars]:
         """Return the state after the update, and its metrics."""
         policy = state.policy
+        self.compiled()
         state, metrics = self.program(*self.arguments(state, packed, coefficients))
         return state.with_role("policy", base=policy.base, checksums=policy.checksums), metrics
 
@@ -58,6 +63,25 @@ class Update:
     def lower(self, state: TrainState, packed: Packed, coefficients: dict[str, Any]) -> jax.stages.Lowered:
         """Lower ``program``."""
         return self.program.lower(*self.arguments(state, packed, coefficients))
+
+    def compile_ahead(self, state: TrainState, packed: Packed, coefficients: dict[str, Any], mesh: Mesh) -> None:
+        """Begin to compile the program in a thread, which the first call waits for. ``state``, ``packed``: as shapes.
+        What fails there is raised by the call.
+        """
+
+        def compile_it() -> None:
+            with contextlib.suppress(Exception), jax.set_mesh(mesh):
+                self.lower(state, packed, coefficients).compile()
+
+        self.compiled()
+        self._compiling = threading.Thread(target=compile_it)
+        self._compiling.start()
+
+    def compiled(self) -> None:
+        """Wait for the thread, if any."""
+        if self._compiling is not None:
+            self._compiling.join()
+            self._compiling = None
 
 
 def accumulate(
@@ -394,8 +418,7 @@ def learn(
     needed = set().union(*(trained.needs for trained in training))
     learns_policy = any(trained.role == "policy" for trained in training)
     measure_kl = measure_kl and learns_policy
-    has_reference = state.reference is not None and not monitor_kl
-    kl_to = {"ref_logp" if has_reference else "old_logp"} if measure_kl else set()
+    kl_to = kl_arrays(state, training, measure_kl, monitor_kl)
     batches = []
     for samples in split_minibatches(groups, settings.minibatches):
         packed = forward.packed(samples, objectives)
@@ -420,6 +443,49 @@ def learn(
         prefix = "" if trained.role == "policy" else f"{trained.role}/"
         metrics |= {prefix + name: metric for name, metric in summarise_updates(rows[trained.role], settings).items()}
     return state, metrics
+
+
+def kl_arrays(state: TrainState, training: Sequence[Training], measure_kl: bool, monitor_kl: bool) -> set[str]:
+    """Return the names of the arrays that ``kl_of_policy`` compares with; the arguments are those of ``learn``."""
+    if not measure_kl:
+        return set()
+    return {"old_logp" if state.reference is None or monitor_kl else "ref_logp"}
+
+
+def planned_data(
+    samples: Sequence[Sample], forward: Forward, training: Sequence[Training], others: Collection[str] = ()
+) -> tuple[Packed, int]:
+    """Return the data of an update of these samples as shapes on ``forward.mesh``, and the number of non-empty
+    microbatches. ``others``: names of arrays that are computed before the updates, besides those that roles need.
+    """
+    names = tuple(objective.name for trained in training for objective in trained.objectives)
+    packed, microbatches = packed_shapes(samples, forward.layout, names)
+    needed = set(others).union(*(trained.needs for trained in training)) - set(packed.by_token)
+    computed = jax.ShapeDtypeStruct(packed.mask.shape, np.float32)
+    packed = packed.with_tokens(**dict.fromkeys(sorted(needed), computed))
+    return as_shapes(packed, batch_shardings(packed, forward.mesh)), microbatches
+
+
+def compile_ahead(
+    state: TrainState,
+    samples: Sequence[Sample],
+    settings: Learner,
+    forward: Forward,
+    training: Sequence[Training],
+    coefficients: dict[str, Any],
+    others: Collection[str] = (),
+) -> None:
+    """Begin to compile the updates of all roles in threads. ``samples``: of an update, at their longest; the other
+    arguments are those of ``learn`` and of ``planned_data``.
+    """
+    packed, _ = planned_data(samples, forward, training, others)
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    shapes = shapes._replace(frozen={})
+    coefficients = {"temperature": forward.temperature} | coefficients
+    for trained in training:
+        limit = settings.target_kl is not None and trained.role == "policy"
+        numbers = coefficients | ({"target_kl": math.inf} if limit else {})
+        trained.update.compile_ahead(shapes, trained.reads(packed), numbers, forward.mesh)
 
 
 def count_not_finite(groups: Sequence[Sequence[Sample]]) -> Metrics:

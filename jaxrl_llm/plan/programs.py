@@ -37,6 +37,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner import Forward, Training
 from jaxrl_llm.learner.batch import Packed, packed_shapes
 from jaxrl_llm.learner.forward import batch_shardings, jitted_score
+from jaxrl_llm.learner.update import planned_data
 from jaxrl_llm.models.config import Lora, ModelConfig
 from jaxrl_llm.models.decode_kernels import form_for
 from jaxrl_llm.models.decoder import Adapter, Decoder, cast, initialise
@@ -148,13 +149,8 @@ def planned_arrays(outline: Outline, initial: Decoder, mesh: Any, where: Any, lo
         convert = functools.partial(frozen_form, lora=lora, mesh=mesh)
         state = state.with_role("policy", base=jax.eval_shape(convert, state.policy.base))
     state = sharding.as_shapes(state, sharding.shardings(state, mesh))
-    names = tuple(objective.name for training in outline.training for objective in training.objectives)
     samples = outline.samples(outline.groups.longest)
-    packed, microbatches = packed_shapes(samples, outline.forward.layout, names)
-    computed = jax.ShapeDtypeStruct(packed.mask.shape, np.float32)
-    needed = set().union(*(training.needs for training in outline.training)) - set(packed.by_token)
-    packed = packed.with_tokens(**dict.fromkeys(sorted(needed), computed))
-    packed = sharding.as_shapes(packed, batch_shardings(packed, mesh))
+    packed, microbatches = planned_data(samples, outline.forward, outline.training)
     learned = []
     for training in outline.training:
         role = state.roles[training.role]._replace(base=frozen_base(state, training.role))

@@ -24,6 +24,7 @@ from jaxrl_llm.learner.batch import count_compared_rows, sample_rows
 from jaxrl_llm.learner.objectives import NextToken, Objective
 from jaxrl_llm.learner.optimiser import build, learning_rate
 from jaxrl_llm.learner.platform import compute_for, layout_for
+from jaxrl_llm.learner.update import split_minibatches
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.lora import policy_shapes
 from jaxrl_llm.rewards import Accuracy, Scorer
@@ -173,13 +174,21 @@ class DatasetStage(Stage):
             return StepOutcome(state, carry)
         begin = carry or 0
         end = begin + self.run.batch.rows
-        places = [tasks.problem_index(self.run.seed, index, len(self.rows)) for index in range(begin, end)]
-        groups = [self.samples_of(self.rows[place], place, row) for row, place in enumerate(places)]
+        groups = self.samples_between(begin, end)
         state, metrics = self.update(state, groups, coefficients, number, time.perf_counter())
         row: dict[str, Any] = {DROPPED_ROWS: self.left_out} if self.left_out and carry is None else {}
         row |= {"epoch": end / len(self.rows)} | metrics
         row["tokens"] = float(sum(self.learned(sample) for group in groups for sample in group))
         return StepOutcome(state, end, row)
+
+    def samples_between(self, begin: int, end: int) -> list[list[Sample]]:
+        """Return the samples of each row of a range of the run's order."""
+        places = [tasks.problem_index(self.run.seed, index, len(self.rows)) for index in range(begin, end)]
+        return [self.samples_of(self.rows[place], place, row) for row, place in enumerate(places)]
+
+    def planned_samples(self, state: TrainState) -> list[Sample]:
+        """Return the samples of the first update."""
+        return split_minibatches(self.samples_between(0, self.run.batch.rows), self.run.learner.minibatches)[0]
 
     def evaluate(self, policy: Any, first: bool = False) -> EvaluationReport | None:
         """Evaluate the model on the held-out rows and on a task's problems."""

@@ -54,6 +54,7 @@ from jaxrl_llm.stages.programs import (
     groups,
     ingredients_of,
     outline,
+    planned_minibatch,
     rules_for,
 )
 from jaxrl_llm.stages.stage import MustStop, Stage, StepOutcome
@@ -194,6 +195,10 @@ class Reinforcement(Stage):
             return self.learn_and_sample(state, batch, coefficients, number, weights, version)
         del weights  # the update has their memory
         return self.learn(state, batch, coefficients, number)
+
+    def planned_samples(self, state: TrainState) -> list[Sample]:
+        """Return the samples of an update at their longest."""
+        return planned_minibatch(self.run, self.ingredients, model_of(state).config)
 
     def learn(
         self, state: TrainState, batch: RolloutBatch, coefficients: Mapping[str, float], number: int

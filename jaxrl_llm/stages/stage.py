@@ -24,7 +24,7 @@ from jaxrl_llm.errors import require
 from jaxrl_llm.learner import Forward, Learner, Sample, Training, learn
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.platform import compute_for, layout_for, utilisation
-from jaxrl_llm.learner.update import abstract_state
+from jaxrl_llm.learner.update import abstract_state, compile_ahead, kl_arrays
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.rollout.evaluate import EvaluationReport
@@ -136,6 +136,16 @@ class Stage:
         metrics["time/update_s"] = time.perf_counter() - began
         devices = list(self.forward.mesh.devices.flat)
         return state, metrics | utilisation(state, samples, training, run.learner.minibatches, metrics, devices)
+
+    def planned_samples(self, state: TrainState) -> list[Sample]:
+        """Return the samples of an update, with the names and the shapes that those of a step have."""
+        raise NotImplementedError
+
+    def compile_ahead(self, state: TrainState, coefficients: Mapping[str, float]) -> None:
+        """Begin to compile the updates in threads: the first ones wait for them."""
+        others = kl_arrays(state, self.training, self.measures_kl, self.run.output.monitor_kl)
+        samples, settings = self.planned_samples(state), self.run.learner
+        compile_ahead(state, samples, settings, self.forward, self.training, dict(coefficients), others)
 
     def evaluate(self, policy: Any, first: bool = False) -> EvaluationReport | None:
         """Evaluate the live model; None without anything to test on. ``first``: whether it is before the first step."""

@@ -106,8 +106,9 @@ class Pace:
 
 
 class CompileWatch:
-    """Owner of listeners to JAX's compilations; a context manager. ``seconds``: of all finished ones, cached programs
-    included; ``read``: programs from the cache; ``compiled``: those that could have been in it, but were not.
+    """Owner of listeners to JAX's compilations; a context manager. ``seconds``: of all finished ones of its own thread,
+    cached programs included; ``read``: programs from the cache; ``compiled``: those that could have been in it but
+    were not.
     """
 
     def __init__(self) -> None:
@@ -116,6 +117,7 @@ class CompileWatch:
         self.compiled = 0
         self._reading: set[int] = set()  # threads, within a program that the cache has
         self._lock = threading.Lock()
+        self._own = threading.get_ident()
         self._open: dict[int, list[tuple[str, float]]] = {}  # by thread: what is traced may trace other programs
 
     def __enter__(self) -> "CompileWatch":
@@ -177,7 +179,7 @@ class CompileWatch:
                 self.compiled += not read and duration_secs >= 1.0  # the least that JAX keeps in its cache
             if programs:
                 return
-            self.seconds += duration_secs
+            self.seconds += duration_secs * (threading.get_ident() == self._own)
         if duration_secs >= MIN_REPORTED_S:
             done = f"read {name} from JAX's cache" if read else f"{DONE.get(what, what)} {name}"
             log.info("%s in %.1f s", done, duration_secs)

@@ -125,6 +125,8 @@ def begin_steps(context: RunContext, cursor: Cursor) -> None:
     """Begin to show progress. A new run is evaluated as row 0, which the rules remember; they decide nothing yet."""
     progress, row = context.progress, {"step": 0}
     progress.begin()
+    if context.peers.count == 1:
+        cursor.stage.compile_ahead(cursor.state, cursor.host.coefficients)
     if context.start is None:
         answers = evaluate(context, cursor, row, first=True)
         _, cursor.host.memory = decide(cursor.stage.rules, row, cursor.host.memory)
