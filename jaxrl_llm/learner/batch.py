@@ -149,13 +149,16 @@ class Layout:
     def with_room(self, samples: Sequence["Sample"]) -> "Layout":
         """Return the layout with room for an update of as many samples as these, which are at their longest. Shorter
         ones fill fewer microbatches, of more completions each: B is all of them while an array of float32[M, B, T]
-        takes no more than ``ROOM`` bytes.
+        takes no more than ``ROOM`` bytes, and those that share a prompt fill the row behind it.
         """
         batches = assign_rows(samples, self)
         least = max(len(row_order(batch)) for batch in batches)
         most = ROOM // (4 * len(batches) * self.completion_tokens)
         sequences = max(least, min(len(samples), most))
+        prompts = {Prompt(sample.prompt, sample.prompt_arrays).key: len(sample.prompt) for sample in samples}
         predictions = padded_predictions(batches, self)
+        if len(prompts) < len(samples) and 2 * max(prompts.values()) < self.row_tokens:
+            predictions = self.rows // self.parts * self.row_tokens
         return dataclasses.replace(self, microbatches=len(batches), sequences=sequences, predictions=predictions)
 
 

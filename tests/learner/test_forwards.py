@@ -1,4 +1,4 @@
-"""How many forward passes a step makes: none that nothing reads."""
+"""How many forward passes a step makes, and how often its programs are compiled: none that nothing reads, and once."""
 
 import dataclasses
 
@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learner.rollouts import T, forward_on, groups, one_device, policy_training, rollout
-from tiny import VOCAB, equations, tiny
+from learner.rollouts import T, forward_on, groups, one_device, policy_training, rollout, sample
+from tiny import VOCAB, Compilations, equations, tiny
 
 from jaxrl_llm.algorithms import PRESETS
 from jaxrl_llm.learner import Layout, Learner, Training, create_state, learn, pack
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.update import kl_of_policy
+from jaxrl_llm.learner.update import compile_ahead, kl_of_policy
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import causal_rows, forward
 
@@ -83,3 +83,18 @@ def test_the_count_counts():
     once = lambda model: jnp.sum(forward(model, causal_rows(rows), ComputeOptions(remat="full")))
     assert embeddings(once, MODEL) == 1 == embeddings(jax.grad(once), MODEL)
     assert embeddings(lambda model: once(model) + once(model), MODEL) == 2
+
+
+def test_programs_are_compiled_once_and_ahead():
+    zeros = np.zeros(T, np.float32)
+    longest = [sample(one.prompt, np.zeros(T, np.int32), zeros == 0, zeros, 0.0) for one in rollout()]
+    settings = Learner(epochs=2)
+    real = policy_training(PRESETS["dapo"], settings.optimiser, ComputeOptions(), several=True)
+    forward = forward_on(MESH, Layout(1, 20, T).with_room(longest), ComputeOptions())
+    state = create_state(tiny("windows"), build(settings.optimiser), False, MESH)
+    compile_ahead(state, longest, settings, forward, (real,), {})
+    with Compilations() as compilations, jax.set_mesh(MESH):  # of this thread
+        for members in (groups(rollout()), groups(rollout())[:1]):
+            state, _ = learn(state, members, settings, forward, (real,), {}, 0)
+    assert int(state.policy.updates) == 4
+    assert [compilations.heard.count(f"jit({name})") for name in ("update", "_score")] == [0, 1]
