@@ -110,7 +110,7 @@ def plan_options(arguments: list[str]) -> dict[str, Any]:
     switches = ("--search", "--quick", "--largest", "--loops")
     choices: dict[str, Any] = {flag: take(arguments, flag, False) for flag in switches}
     choices |= {flag: take(arguments, flag, True) for flag in ("--topology", "--json", "--plot", "--dump")}
-    machines = "--topology v5e:4x4 (v4, v5e, v5p, v6e, tpu7x), or h100:8 (a100, h100, h200, b200)"
+    machines = "--topology v5e:4x4 (v4, v5e, v5p, v6e, tpu7x), or h100:8 (t4, l4, rtx4090, a100-40, a100, h200, b200)"
     require(choices["--topology"], f"plan needs a machine: {machines}")
     for flag, default in (("--slices", 1), ("--mean_tokens", None), ("--phase", None)):
         text = take(arguments, flag, True)

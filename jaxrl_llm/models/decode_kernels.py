@@ -18,6 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxrl_llm.models.config import Attention
 from jaxrl_llm.models.layers import MASKED, softcap
 from jaxrl_llm.sharding import batch_parts, platform_of
+from jaxrl_llm.sharding.mesh import has_bfloat16
 
 LANES, SUBLANES = 128, 8
 """A TPU's tile of float32, its last dimension first."""
@@ -60,7 +61,8 @@ class PartialAttention(NamedTuple):
 
 def form_for(config: Attention, slots: int, mesh: Mesh | AbstractMesh | None) -> ByLength | None:
     """Return the kernels for a model and a mesh; None for the plain form, which reads all columns of every row: on
-    CPUs, on a mesh that divides the slots unevenly, and on GPUs unless the heads are a power of two wide.
+    CPUs, on a mesh that divides the slots unevenly, and on GPUs that are too old, or unless the heads are a power of
+    two wide.
     """
     platform = jax.default_backend() if mesh is None else platform_of(mesh)
     platform = "gpu" if platform in ("cuda", "rocm") else platform
@@ -68,7 +70,7 @@ def form_for(config: Attention, slots: int, mesh: Mesh | AbstractMesh | None) ->
         return None
     width = config.head_dim
     powers = width & (width - 1) == 0 and 16 <= width <= 256
-    return ByLength(platform) if platform == "tpu" or powers else None
+    return ByLength(platform) if platform == "tpu" or (powers and has_bfloat16(mesh)) else None
 
 
 def block_columns(columns: int) -> int:

@@ -16,7 +16,8 @@ from jaxrl_llm.sharding.mesh import CHIPS, Chip
 from jaxrl_llm.system.paths import GPU_SHARE
 
 EXAMPLES = {"v4": "v4:2x2x4", "v5e": "v5e:4x4", "v5p": "v5p:4x4x4", "v6e": "v6e:4x4", "tpu7x": "tpu7x:2x2x1",
-            "a100": "a100:8", "h100": "h100:8", "h200": "h200:8", "b200": "b200:8"}  # fmt: skip
+            "t4": "t4:1", "l4": "l4:1", "rtx4090": "rtx4090:1", "a100-40": "a100-40:8", "a100": "a100:8",
+            "h100": "h100:8", "h200": "h200:8", "b200": "b200:8"}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Machine:
 def parse_topology(text: str, slices: int = 1) -> Machine:
     """Parse a machine: ``v5p:8x8x4``, ``h100:64`` or, where hosts do not hold 8 devices, ``h100:2x4``."""
     require(slices >= 1, f"--slices must be at least 1, got {slices}")
-    match = re.fullmatch(r"([a-z0-9]+)[:=_](\d+(?:x\d+)*)", text.lower())
+    match = re.fullmatch(r"([a-z0-9]+(?:-40)?)[:=_](\d+(?:x\d+)*)", text.lower())
     chip = CHIPS.get(match[1]) if match else None
     if chip is None:
         raise InputError(f"no topology {text!r}: {_hint(text)}")
@@ -103,6 +104,18 @@ KIB, MIB = 1 << 10, 1 << 20
 
 
 TARGETS = {
+    "t4": (7, 5, {
+        "core_count": 40, "shared_memory_per_core": 64 * KIB, "l2_cache_size": 4 * MIB, "clock_rate_ghz": 1.59,
+        "fpus_per_core": 64, "shared_memory_per_block_optin": 64 * KIB, "threads_per_core_limit": 1024,
+    }),
+    "l4": (8, 9, {
+        "core_count": 58, "shared_memory_per_core": 100 * KIB, "l2_cache_size": 48 * MIB, "clock_rate_ghz": 2.04,
+        "threads_per_core_limit": 1536,
+    }),
+    "rtx4090": (8, 9, {
+        "core_count": 128, "shared_memory_per_core": 100 * KIB, "l2_cache_size": 72 * MIB, "clock_rate_ghz": 2.52,
+        "threads_per_core_limit": 1536,
+    }),
     "a100": (8, 0, {
         "core_count": 108, "shared_memory_per_core": 164 * KIB, "l2_cache_size": 40 * MIB, "clock_rate_ghz": 1.41,
         "fpus_per_core": 64,
@@ -115,13 +128,13 @@ TARGETS = {
     }),
 }  # fmt: skip
 """Compute capability of a GPU, and further numbers for its compiler: NVIDIA's white papers and guides. A block may have
-1 KiB less than the shared memory of a core; an h200 is an h100 with another memory.
+1 KiB less than the shared memory of a core (a T4's as much); h200 and a100-40 are h100 and a100 with other memory.
 """
 
 
 def target_config(chip: Chip) -> str:
     """Return the text that describes a GPU to XLA."""
-    major, minor, limits = TARGETS["h100" if chip.name == "h200" else chip.name]
+    major, minor, limits = TARGETS[{"h200": "h100", "a100-40": "a100"}.get(chip.name, chip.name)]
     device = {
         "threads_per_block_limit": 1024, "threads_per_warp": 32, "shared_memory_per_block": 48 * KIB,
         "shared_memory_per_block_optin": limits["shared_memory_per_core"] - KIB, "threads_per_core_limit": 2048,

@@ -388,7 +388,7 @@ def find_model_config(name: str) -> tuple[ModelConfig, str]:
     source. The package holds a copy of config.json for well-known models, so that planning needs no network.
     """
     if name in published_configs() and not Path(name).is_dir():
-        return read_config(published_configs()[name]), "the published config.json, copied into this package"
+        return read_config(published_configs()[name]), "its published shapes, copied into this package"
     trained = find_run(name)
     adapter = is_adapter(storage.folder(name))
     if trained is None and not adapter:

@@ -201,9 +201,19 @@ def memory_limit(mesh: Mesh | AbstractMesh) -> float:
 def device_memory(mesh: Mesh | AbstractMesh) -> float:
     """Return ``memory_limit``, or that of the chip if the mesh's devices are only described."""
     limit = memory_limit(mesh)
-    device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
-    chip = None if device is None or limit < math.inf else chip_of(device.device_kind)
+    chip = None if limit < math.inf else _chip_on(mesh)
     return limit if chip is None else chip.memory
+
+
+def has_bfloat16(mesh: Mesh | AbstractMesh | None) -> bool:
+    """Whether the devices compute in bfloat16; the GPUs that do (from Ampere on) are those that Triton supports."""
+    chip = None if mesh is None else _chip_on(mesh)
+    return chip is None or chip.bfloat16
+
+
+def _chip_on(mesh: Mesh | AbstractMesh) -> "Chip | None":
+    device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    return None if device is None else chip_of(device.device_kind)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -243,7 +253,7 @@ class Chip:
 
     Attributes:
       platform: "tpu" or "gpu".
-      flops: bfloat16 matrix products, FLOP/s, dense.
+      flops: bfloat16 matrix products, FLOP/s, dense, summed in float32.
       bandwidth: of its memory, bytes/s.
       memory: bytes that a program may use.
       link: bytes/s one way over one link to a neighbour (TPU), or to all others of its host together (GPU).
@@ -252,6 +262,7 @@ class Chip:
       per_host: devices of a host; for a GPU those behind one switch, unless the topology gives another number.
       wrap: the ends of a torus axis are linked if its length is a multiple of this; 0 for never.
       clock: Hz of the cores of a TPU: its peak over the products that its matrix units begin in a cycle.
+      bfloat16: whether it computes in it; if not, XLA widens to float32, and ``flops`` are float32's.
     """
 
     name: str
@@ -265,6 +276,7 @@ class Chip:
     per_host: int = 8
     wrap: int = 0
     clock: float = 0.0
+    bfloat16: bool = True
 
 
 CHIPS: dict[str, Chip] = {
@@ -276,14 +288,19 @@ CHIPS: dict[str, Chip] = {
         Chip("v6e", "tpu", 918e12, 1640 * GB, 31.25 * GIB, 90 * GB, 12.5 * GB, 2, 4, 16, 1.75e9),
         # Two devices make a chip, which shares links and network among them.
         Chip("tpu7x", "tpu", 1153e12, 3690 * GB, 94.75 * GIB, 50 * GB, 6.25 * GB, 3, 8, 4, 2.2e9),
+        Chip("t4", "gpu", 8.1e12, 320 * GB, GPU_SHARE * 16 * GB, 16 * GB, 1.5 * GB, bfloat16=False),
+        Chip("l4", "gpu", 121e12, 300 * GB, GPU_SHARE * 24 * GB, 32 * GB, 1.5 * GB),
+        Chip("rtx4090", "gpu", 165.2e12, 1008 * GB, GPU_SHARE * 24 * GB, 32 * GB, 1.25 * GB),
+        Chip("a100-40", "gpu", 312e12, 1555 * GB, GPU_SHARE * 40 * GB, 300 * GB, 25 * GB),
         Chip("a100", "gpu", 312e12, 2039 * GB, GPU_SHARE * 80 * GB, 300 * GB, 25 * GB),
         Chip("h100", "gpu", 989e12, 3350 * GB, GPU_SHARE * 80 * GB, 450 * GB, 50 * GB),
         Chip("h200", "gpu", 989e12, 4800 * GB, GPU_SHARE * 141 * GB, 450 * GB, 50 * GB),
         Chip("b200", "gpu", 2250e12, 8000 * GB, GPU_SHARE * 180 * GB, 900 * GB, 50 * GB),
     )
 }
-"""Sources: Google Cloud's TPU system pages and the scaling book (TPUs), NVIDIA's data sheets (GPUs). The memory of a
-TPU is what its compiler lets a program use, that of a GPU what the trainer lets JAX take.
+"""Sources: Google Cloud's TPU system pages and the scaling book (TPUs), NVIDIA's data sheets and the Ada white paper
+(GPUs). The memory of a TPU is what its compiler lets a program use, that of a GPU what the trainer lets JAX take.
+Without NVLink the link is PCI Express; the network is then a cloud host's of 100 Gbit/s for 8 cards, or 10 Gbit/s.
 """
 
 DEVICE_KINDS = {
@@ -292,7 +309,11 @@ DEVICE_KINDS = {
     "TPU v5|TPU v5p": "v5p",
     "TPU v6 lite|TPU v6e": "v6e",
     "TPU7x": "tpu7x",
-    r"NVIDIA A100[- ].*GB( PCIe)?": "a100",
+    "Tesla T4": "t4",
+    "NVIDIA L4": "l4",
+    "NVIDIA GeForce RTX 4090": "rtx4090",
+    r"NVIDIA A100[- ].*40GB": "a100-40",
+    r"NVIDIA A100[- ].*80GB( PCIe)?": "a100",
     r"NVIDIA H100 \d+GB HBM3": "h100",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",

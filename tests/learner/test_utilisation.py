@@ -68,7 +68,7 @@ def test_each_role_counts_its_own_updates_and_a_scalar_model_no_head():
 def test_a_device_without_known_peaks_has_no_such_metric():
     state = TrainState({"policy": Role(tiny("plain"), None, 0, None)}, {})
     assert utilisation(state, GROUPS, [], 1, {}, jax.devices()) == {}
-    kinds = ("cpu", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H200 NVL", "NVIDIA L4", "TPU v3")
+    kinds = ("cpu", "NVIDIA H100 PCIe", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H200 NVL", "NVIDIA L40S", "TPU v3")
     assert [chip_of(kind) for kind in kinds] == [None] * len(kinds)
 
 
@@ -76,9 +76,9 @@ def test_a_device_without_known_peaks_has_no_such_metric():
     ("kind", "name"),
     [
         ("TPU v4", "v4"), ("TPU v5 lite", "v5e"), ("TPU v5", "v5p"), ("TPU v5p", "v5p"), ("TPU v6 lite", "v6e"),
-        ("TPU7x", "tpu7x"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA A100-PCIE-40GB", "a100"),
+        ("TPU7x", "tpu7x"), ("NVIDIA A100-SXM4-80GB", "a100"), ("NVIDIA A100-PCIE-40GB", "a100-40"),
         ("NVIDIA A100 80GB PCIe", "a100"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
+        ("NVIDIA B200", "b200"), ("Tesla T4", "t4"), ("NVIDIA L4", "l4"), ("NVIDIA GeForce RTX 4090", "rtx4090"),
     ],
 )  # fmt: skip
 def test_jax_names_of_devices_are_known(kind, name):
