@@ -16,6 +16,7 @@ from jaxrl_llm.learner.update import Training
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import Adapter, parameter_shapes, training_flops, visible_pairs
 from jaxrl_llm.models.heads import ScalarModel
+from jaxrl_llm.models.layers import SHORT
 from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.sharding import batch_parts, memory_limit, platform_of
 from jaxrl_llm.sharding.mesh import CompilerOptions, chip_of
@@ -165,24 +166,29 @@ def tokens_in_memory(
     else:  # itself, a reference, a microbatch's gradients; their sum and two moments in float32; as computed with
         bytes_per_weight = 3 * weight_bytes + 3 * 4 + jnp.dtype(compute.dtype).itemsize
     free = memory - bytes_per_weight * sum(map(math.prod, parameter_shapes(config).values())) / math.prod(sizes)
-    return ACTIVATION_SHARE * free / token_bytes(compute, config, row_tokens, 1 / sizes[1])
+    return ACTIVATION_SHARE * free / sum(token_bytes(compute, config, row_tokens, 1 / sizes[1], settings.lora.rank > 0))
 
 
 def token_bytes(
-    compute: ComputeOptions, config: ModelConfig, row_tokens: int, share: float, update: bool = True
-) -> float:
+    compute: ComputeOptions, config: ModelConfig, row_tokens: int, share: float, adapted: bool, update: bool = True
+) -> tuple[float, float]:
     """Estimate by a formula the bytes that a pass needs for each token of a device's part of a microbatch, in rows of
-    ``row_tokens`` S. A forward pass needs the widest layer, attention scores and hidden states; with ``update`` also
-    the activations that the backward pass keeps of each layer. ``share``: of a matrix product that the device does.
+    ``row_tokens`` S: those kept of all layers for the backward pass (0 without ``update``), and those in use at one
+    time, for the widest layer and hidden states. Kernels of attention keep no scores. ``share``: of a matrix product
+    that the device does; ``adapted``: a frozen model's and its adapter's are two.
     """
     a = config.attention
     width = jnp.dtype(compute.dtype).itemsize
     layer = (6 * config.active_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
-    forward = layer + 3 * 4 * a.heads * share * min(row_tokens, 1024) + 2 * config.width * width
+    scores = 4 * a.heads * share * min(row_tokens, SHORT) if compute.attention == "xla" else 0
+    in_use = layer + 3 * scores + 2 * config.width * width
     if not update:
-        return forward
-    dots = 3 * config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.active_width) * share
-    return {"full": config.width * width, "dots": dots * width, "none": layer}[compute.remat] * config.layers + forward
+        return 0, in_use
+    products = config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.active_width) * share
+    dots = 2 * config.width + products * (1 + adapted)
+    # Longer rows compute their scores again.
+    every = layer + (scores if row_tokens <= SHORT else 0)
+    return {"full": config.width * width, "dots": dots * width, "none": every}[compute.remat] * config.layers, in_use
 
 
 MFU = "throughput/mfu"

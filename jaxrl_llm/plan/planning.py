@@ -9,6 +9,7 @@ import jax
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Configuration
+from jaxrl_llm.errors import require
 from jaxrl_llm.learner.platform import compute_for, token_bytes, tokens_in_memory
 from jaxrl_llm.learner.samples import estimator_bytes
 from jaxrl_llm.models.config import ModelConfig
@@ -16,7 +17,7 @@ from jaxrl_llm.models.decoder import count_parameters
 from jaxrl_llm.models.heads import split_head
 from jaxrl_llm.plan import programs, roofline
 from jaxrl_llm.plan.machines import CUDNN, Machine, is_installed
-from jaxrl_llm.sharding import batch_parts, repeated_heads
+from jaxrl_llm.sharding import batch_parts, platform_of, repeated_heads
 from jaxrl_llm.stages.stage import Architectures, Groups
 from jaxrl_llm.types import TrainState
 
@@ -115,6 +116,7 @@ def memory_of_sampling(
     rollout = arrays.sampler.rollout
     parts = arrays.slot_shape.parts
     sampled = programs.bytes_per_device(arrays.sampled)
+    copied = programs.sampling_bytes(arrays, bool(run.mesh.rollout))
     slots = programs.bytes_per_device(arrays.slots)
     # The blocks that prompts had before, while they become more.
     blocks = programs.bytes_per_device(arrays.slots.blocks) / 2
@@ -140,8 +142,10 @@ def memory_of_sampling(
         waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * keys.dtype.itemsize
         logits = 4 * 4 * rollout.engine.slots / parts * config.vocab_size * share
         needs.append(max(logits, blocks) + waiting)
+        learns = arrays.learned[0].forward.mesh
+        if platform_of(learns) == "tpu" and learns.shape["fsdp"] > 1 and not run.mesh.rollout:
+            needs.append(copied - slots)  # gathered in one layout, then copied into another; slots are empty then
     base = DeviceMemory() if run.mesh.rollout else state_memory(arrays)
-    copied = programs.sampling_bytes(arrays, bool(run.mesh.rollout))
     return dataclasses.replace(base, judges=judge_bytes(arrays), sampled=copied, cache=slots, temporary=max(needs))
 
 
@@ -161,20 +165,35 @@ def pass_bytes(planned: programs.PlannedModel, compiled: Mapping[str, programs.C
 
 def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
     """Estimate without compiling the bytes that a pass needs beside its arguments: the model in the compute type, in
-    its layout, ``token_bytes`` for each token, and a chunk of logits where the model predicts tokens.
+    its layout, what is kept of each token, and the larger of a layer's work and, where the model predicts tokens, that
+    of a chunk of logits: the head is done with before the backward pass reaches a layer. Where ``fsdp`` divides the
+    weights, those of the layer or the head are there whole meanwhile, and so are their gradients, the head's in
+    float32.
     """
-    layout = planned.forward.layout
+    layout, mesh = planned.forward.layout, planned.forward.mesh
     compute = planned.forward.compute
     config = planned.model.config
     share = programs.device_share(planned.gathered)
-    cast = sum(programs.bytes_per_device(x) * planned.width / x.dtype.itemsize for x in jax.tree.leaves(planned.model))
+    widths = ((x, planned.width / x.dtype.itemsize) for x in jax.tree.leaves(planned.model))
+    cast = sum(programs.bytes_per_device(x) * ratio for x, ratio in widths if ratio != 1)
     blocks = split_head(planned.model)[0].weights.blocks
-    if hasattr(blocks, "adapter"):  # each product converts its own; separate layers are stacked
+    frozen = hasattr(blocks, "adapter")
+    if frozen:  # each product converts its own; separate layers are stacked
         cast = 0 if hasattr(blocks, "attn") else programs.bytes_per_device(blocks)
+    elif platform_of(mesh) == "tpu" and compute.dtype == "float32":
+        # Its products are of bfloat16, and the compiler moves gathers and conversions out of the loop over layers.
+        cast = programs.bytes_per_device(planned.gathered) / 2
     tokens = layout.rows * layout.row_tokens / layout.parts
     positions = planned.packed.predictions.target.shape[-1]
-    logits = 3 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share * planned.predicts
-    return cast + tokens * token_bytes(compute, config, layout.row_tokens, share, update) + logits
+    logits = 3 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share
+    kept, in_use = token_bytes(compute, config, layout.row_tokens, share, frozen, update)
+    layer, head = tokens * in_use, logits
+    if mesh.shape["fsdp"] > 1:
+        trained = update and not frozen
+        whole = programs.bytes_per_device(split_head(planned.gathered)[0].weights.blocks)
+        layer += whole / config.layers * (1 + trained)
+        head += config.vocab_size * config.width * share * (planned.width + 4 * trained)
+    return cast + tokens * kept + max(layer, head * planned.predicts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,10 +224,10 @@ class Plan:
         those of the experts that it does not take.
         """
         policy = self.state.policy
-        model = policy.params if policy.base is None else policy.base
-        total = sum(x.size for x in jax.tree.leaves(model))
-        of_decoder, active, _ = count_parameters(split_head(model)[0].config)
-        return total, total - of_decoder + active
+        decoder, scalar = split_head(policy.params if policy.base is None else policy.base)
+        total, active, _ = count_parameters(decoder.config)
+        more = 0 if scalar is None else scalar.size
+        return total + more, active + more
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -281,6 +300,9 @@ def plan_run(
     longest, on which memory is always based. ``more``: find out how large microbatches may be, which takes one more
     compilation. ``say``: called with a line about each compilation.
     """
+    chip, dtype = machine.chip, run.learner.compute.dtype
+    words = f"{chip.name} has no bfloat16: set learner.compute.dtype float32 (float16 is not trained in)"
+    require(chip.bfloat16 or dtype != "bfloat16", words)
     run, notes = compilable(run, config, machine) if compiling else (run, ())
     find, assumed = programs.architecture_finder(config)
     run = with_microbatch_rows(run, config, machine, find)

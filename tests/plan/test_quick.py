@@ -1,0 +1,81 @@
+"""Memory by formula, beside what the compiler said of the same runs."""
+
+import dataclasses
+import functools
+
+import jax
+import pytest
+
+from jaxrl_llm import config as configs
+from jaxrl_llm.learner import Compute
+from jaxrl_llm.models.config import Lora
+from jaxrl_llm.plan.machines import parse_topology
+from jaxrl_llm.plan.planning import plan_run
+from jaxrl_llm.plan.programs import find_model_config
+
+GRPO, GIB = "grpo_qwen2_5_1_5b_gsm8k", 2**30
+ONE, CPU = {"rows": 1}, {"rows": 4, "dtype": "float32", "tokens": 128}
+COMPILED = [
+    (GRPO, "h100:1", {"model": "Qwen/Qwen3-8B", "base": "bf16"} | ONE, 26.68, 31.52),
+    (GRPO, "h100:1", {"model": "Qwen/Qwen3-32B", "base": "bf16"} | ONE, 82.27, 68.99),
+    (GRPO, "h100:1", {"model": "Qwen/Qwen3-8B", "base": "nf4"} | ONE, 17.07, 8.98),
+    (GRPO, "l4:1", {"model": "Qwen/Qwen3-4B", "base": "nf4", "slots": 32} | ONE, 8.79, 4.82),
+    (GRPO, "l4:1", {"model": "Qwen/Qwen2.5-0.5B"} | ONE, 9.20, 11.71),
+    (GRPO, "v5e:1x1", {"model": "Qwen/Qwen3-1.7B", "base": "bf16"} | ONE, 12.14, 5.79),
+    (GRPO, "v5e:4x4", {"rows": 16, "slots": 256}, 6.47, 5.49),
+    (GRPO, "h100:8", {"rows": 8, "slots": 256, "remat": "none"}, 6.81, 26.12),
+    (GRPO, "cpu", {"model": "Qwen/Qwen2.5-0.5B", "remat": "none"} | CPU, 9.82, 72.14),
+    (GRPO, "cpu", {"model": "Qwen/Qwen2.5-0.5B", "remat": "dots", "base": "bf16"} | CPU, 2.62, 41.52),
+    pytest.param("quickstart", "cpu", {}, 2.46, 6.64, marks=pytest.mark.slow),
+    pytest.param("quickstart", "v5e:2x2", {}, 1.40, 1.82, marks=pytest.mark.slow),
+    pytest.param("sft_quickstart", "v5e:1x1", {}, None, 7.35, marks=pytest.mark.slow),
+    pytest.param("ppo_quickstart", "cpu", {}, 3.93, 5.94, marks=pytest.mark.slow),
+]
+"""GiB while sampling and learning, by ``plan CONFIG --topology NAME`` with XLA of jax 0.10.2: adapters of rank 16 on a
+``base``, ``learner.compute.microbatch_rows``, ``rollout.engine.slots``, ``tokens`` of a prompt and of a completion.
+"""
+
+
+def settings(name, model=None, base=None, rows=None, slots=64, remat="full", dtype="bfloat16", tokens=None):
+    run = configs.resolved(configs.find_config(name).run)
+    if rows is None:
+        return run
+    compute = Compute(dtype=dtype, remat=remat, microbatch_rows=rows, row_tokens=run.learner.compute.row_tokens)
+    lora = Lora(16, base=base) if base else Lora()
+    lengths = {"max_prompt_tokens": tokens, "max_new_tokens": tokens} if tokens else {}
+    engine = dataclasses.replace(run.rollout.engine, slots=slots)
+    rollout = dataclasses.replace(run.rollout, engine=engine, **lengths)
+    learner = dataclasses.replace(run.learner, lora=lora, compute=compute)
+    return dataclasses.replace(run, model=model or run.model, learner=learner, rollout=rollout)
+
+
+@functools.cache
+def planned(name, topology, **changes):
+    """A plan by formula; of one of this machine's processors for "cpu"."""
+    run, cpu = settings(name, **changes), topology == "cpu"
+    machine = parse_topology("h100:1" if cpu else topology)
+    return plan_run(run, find_model_config(run.model)[0], machine, jax.devices()[:1] if cpu else None, None, False)
+
+
+@pytest.mark.parametrize(("name", "topology", "changes", "sampling", "learning"), COMPILED)
+def test_the_formula_is_near_what_the_compiler_said(name, topology, changes, sampling, learning):
+    compiled = {"sampling": sampling, "learning": learning}
+    for half, memory in planned(name, topology, **changes).halves.items():
+        assert compiled[half] / 1.3 < memory.total / GIB < 1.3 * compiled[half], half
+
+
+def test_the_frozen_model_is_there_once_and_the_sampler_has_adapters_alone():
+    plan, packed = (planned(GRPO, "h100:1", model="Qwen/Qwen3-8B", base=base, rows=1) for base in ("bf16", "nf4"))
+    assert 15 < plan.sampling.weights / GIB < 16
+    assert plan.sampling.sampled < 0.01 * plan.sampling.weights
+    assert 5.5 < packed.sampling.weights / GIB < 6, "embedding and head stay as they are"
+    assert packed.parameters == plan.parameters == (8_190_735_360,) * 2, "weights, not what they are packed in"
+
+
+def test_layers_are_separate_only_where_their_stack_fits_too():
+    """On a GPU the learner stacks separate layers: of 8B there is room for both, of 32B there is not."""
+    models = ("Qwen/Qwen3-8B", "Qwen/Qwen3-32B")
+    small, large = (planned(GRPO, "h100:1", model=model, base="bf16", rows=1) for model in models)
+    assert hasattr(small.state.policy.base.weights.blocks, "0")
+    assert hasattr(large.state.policy.base.weights.blocks, "attn")
+    assert small.learning.temporary > 13 * GIB and large.learning.temporary < 13 * GIB
