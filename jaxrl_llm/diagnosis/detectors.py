@@ -126,8 +126,9 @@ WORDS = {
         "sampler and learner differ by {after} nats on the same tokens (before: {before})",
         "The learner's gradient is of another policy than the one that sampled, by rounding, by truncated sampling or "
         "by stale weights.",
-        "--learner.compute.dtype float32 and --rollout.engine.strict; --learner.keep_sampling_mask where top_k or "
-        "top_p cut; --rollout.collect.staleness 0; or --recipe.algorithm.correction, which corrects for it",
+        "--learner.compute.dtype float32, --rollout.engine.strict and --rollout.engine.kv_cache_dtype auto; "
+        "--learner.keep_sampling_mask where top_k or top_p cut; --rollout.collect.staleness 0; or "
+        "--recipe.algorithm.correction, which corrects for it",
     ),
     "gradient_spikes": (
         "the gradient's norm {changed}",

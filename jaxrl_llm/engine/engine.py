@@ -45,6 +45,7 @@ class Engine:
         long its neighbours are. If not, chunks have the slots and columns they need, in buckets; rounding may differ.
       group: maximum number of requests that share one stored prompt; a strict engine stores it for each.
       form: kernels of decoding, or None for the plain form; "auto" chooses by platform and model (``form_for``).
+      kv_cache_dtype: see ``cache_dtype``.
 
     Attributes:
       shapes: descriptions of all that was compiled for this engine; each is logged once, when first needed.
@@ -63,12 +64,13 @@ class Engine:
         strict: bool = False,
         group: int = 1,
         form: ByLength | str | None = "auto",
+        kv_cache_dtype: str = "auto",
     ):
         if slots < 1 or max_length < 2 or group < 1:
             raise InputError(f"slots must be at least 1 and max_length at least 2, got {slots} and {max_length}")
         self.slots = slots
         self.max_length = max_length
-        dtype = model.weights.final_norm.dtype
+        dtype = cache_dtype(kv_cache_dtype, model.weights.final_norm.dtype)
         sharing = 1 if strict else min(group, slots)
         self.form = form_for(model.config.attention, slots, mesh) if isinstance(form, str) else form
         self._spec = EngineSpec(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing, self.form)
@@ -236,6 +238,11 @@ class Engine:
         return int(counts.sum())
 
 
+def cache_dtype(setting: str, dtype: Any) -> Any:
+    """Return the dtype of keys and values: the weights' for "auto", or int8, with a scale for each head and column."""
+    return dtype if setting == "auto" else jnp.dtype(jnp.int8)
+
+
 def use_mesh(mesh: Mesh | None) -> AbstractContextManager:
     """Return a context in which the mesh is set; without one nothing is."""
     return nullcontext() if mesh is None else jax.set_mesh(mesh)
@@ -313,7 +320,7 @@ def backend_for(
       keep: whether the weights must outlive the model, since an update takes its buffers.
       kind: makes the backend from the shapes of its weights, the mesh and the sizes, as ``Engine`` does.
       router_bits: see ``for_sampling``.
-      sizes: ``slots``, ``max_length``, ``chunk``, ``strict``, ``group`` and ``form`` of ``Engine``.
+      sizes: ``slots``, ``max_length``, ``chunk``, ``strict``, ``group``, ``form`` and ``kv_cache_dtype`` of ``Engine``.
     """
     if dtype is None:
         return kind(model, mesh=sampler, **sizes), lambda model: model

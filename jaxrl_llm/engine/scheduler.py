@@ -107,7 +107,7 @@ class Prefix(NamedTuple):
 
 class PrefixCache:
     """Cache of computed sequences of up to ``max_length`` tokens: those of waiting requests, and those kept of earlier
-    ones to resume from. ``mesh`` divides the sequences of a call; None for one device.
+    ones to resume from. ``mesh`` divides the sequences of a call; None for one device. ``dtype``: of keys and values.
 
     Attributes:
       rows: maximum number of sequences of a call.
@@ -115,9 +115,10 @@ class PrefixCache:
       shapes: of all calls so far.
     """
 
-    def __init__(self, max_length: int, mesh: Mesh | None = None):
+    def __init__(self, max_length: int, mesh: Mesh | None = None, dtype: Any = None):
         self._max_length = max_length
         self._mesh = mesh
+        self._dtype = dtype
         self._parts = 1 if mesh is None else batch_parts(mesh)
         self.rows = call_rows(1, self._parts)
         self._computed: dict[Hashable, Prefix] = {}
@@ -235,7 +236,7 @@ class PrefixCache:
         for call in range(shape.calls):
             at = call * shape.piece
             piece = tokens[:, at : at + shape.piece]
-            cache, experts = extend_prompts(model, cache, starts + at, piece, shape.columns, self._mesh)
+            cache, experts = extend_prompts(model, cache, starts + at, piece, shape.columns, self._mesh, self._dtype)
             routes.append(experts)
         if shape.columns > self._max_length:
             cache = resize_columns(cache, self._max_length)
@@ -277,8 +278,8 @@ one size, for the last requests of a step.
 
 @dataclasses.dataclass(frozen=True)
 class EngineSpec:
-    """Fixed settings of an engine: those of ``Engine``, the model's ``config``, and the ``dtype`` of its weights, keys
-    and values. With the kernels ``form`` no more than live columns are read; None is the plain form.
+    """Fixed settings of an engine: those of ``Engine``, the model's ``config``, and the ``dtype`` of keys and values.
+    With the kernels ``form`` no more than live columns are read; None is the plain form.
     """
 
     config: Any
@@ -304,7 +305,7 @@ class Scheduler:
         self._state: Any = None
         self._shape: Any = None
         self.running: dict[int, Request] = {}
-        self.prefixes = PrefixCache(spec.max_length, spec.mesh)
+        self.prefixes = PrefixCache(spec.max_length, spec.mesh, spec.dtype)
 
     def __str__(self) -> str:
         """Describe the shape of the next chunk in words."""

@@ -64,10 +64,8 @@ def map_local_rows(change: Callable[..., Cache], mesh: Mesh | None, cache: Cache
     if mesh is None:
         return change(cache, new, *index)
     rows = fit_spec(cache.k.shape, CACHE_PARTITION, mesh)
-    in_specs = (Cache(rows, rows), jax.tree.map(lambda _: rows, new), *(PartitionSpec(rows[1]) for _ in index))
-    return jax.shard_map(change, mesh=mesh, in_specs=in_specs, out_specs=Cache(rows, rows), check_vma=False)(
-        cache, new, *index
-    )
+    in_specs = (rows, rows, *(PartitionSpec(rows[1]) for _ in index))
+    return jax.shard_map(change, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)(cache, new, *index)
 
 
 def insert_rows(
@@ -81,8 +79,8 @@ def insert_rows(
     if prefilled_rows[1]:
         change = functools.partial(insert_divided, axes=prefilled_rows[1])
     each = PartitionSpec(rows[1])
-    in_specs = (Cache(rows, rows), Cache(prefilled_rows, prefilled_rows), each, each, PartitionSpec())
-    return jax.shard_map(change, mesh=mesh, in_specs=in_specs, out_specs=Cache(rows, rows), check_vma=False)(
+    in_specs = (rows, prefilled_rows, each, each, PartitionSpec())
+    return jax.shard_map(change, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)(
         cache, prefilled, source, start, needed
     )
 
@@ -278,16 +276,23 @@ def stop_slots(slots: Slots, gone: jax.Array) -> Slots:
     return slots._replace(active=slots.active & ~gone)
 
 
-@functools.partial(jax.jit, static_argnames=("columns", "mesh"), donate_argnums=1)
+@functools.partial(jax.jit, static_argnames=("columns", "mesh", "dtype"), donate_argnums=1)
 def extend_prompts(
-    model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array, columns: int, mesh: Mesh | None = None
+    model: Decoder,
+    cache: Cache | None,
+    lengths: jax.Array,
+    tokens: jax.Array,
+    columns: int,
+    mesh: Mesh | None = None,
+    dtype: Any = None,
 ) -> tuple[Cache, jax.Array | None]:
     """Extend the cache [P rows] with keys and values of ``tokens`` int32[P, C] from each row's position ``lengths`` on.
-    ``cache``: None creates one of so many columns. Each device computes its own rows. Returns the cache, and for the
-    host, on every device, the experts of each token [P, C, L, k]; None for a dense model.
+    ``cache``: None creates one of so many columns; ``dtype``: of keys and values. Each device computes its own rows.
+    Returns the cache, and for the host, on every device, the experts of each token [P, C, L, k]; None for a dense
+    model.
     """
     tokens = constrain(tokens, BATCH)
-    new, experts = extend(model, cache, lengths, tokens)
+    new, experts = extend(model, cache, lengths, tokens, dtype)
     if mesh is not None and experts is not None:
         experts = jax.lax.with_sharding_constraint(experts, NamedSharding(mesh, PartitionSpec()))
     start = empty_cache(model.config, len(tokens), columns, new.k.dtype) if cache is None else cache

@@ -185,11 +185,14 @@ def fetch_indices(half: Any, number: Any, table: ReadOrder, rows: int, each: int
 
 
 class ChunkColumns(NamedTuple):
-    """The columns of the chunk: one layer's k [B, K, H, C] and v [B, K, C, H], and the range of all rows, int32[2]."""
+    """The columns of the chunk: one layer's k [B, K, H, C], v [B, K, C, H] and scales [B, K, 2, C] (None unless int8),
+    and the range of all rows, int32[2].
+    """
 
     k: Any
     v: Any
-    seen: jax.Array
+    scales: Any
+    seen: Any
 
 
 def reads_chunk(form: ByLength, columns: int) -> bool:
@@ -212,7 +215,7 @@ def attend_by_length(
     Args:
       form: the kernels.
       q: [B, K, M, H].
-      cache: k [L, E, K, H, S] and v [L, E, K, S, H], S of whole blocks; without lanes its first B rows are read.
+      cache: ``Cache`` of E rows and S columns, S of whole blocks; without lanes its first B rows are read.
       layer: int32[].
       plan: of the cache's rows.
       chunk: ``ChunkColumns``, to be read too, where ``reads_chunk``; only without lanes.
@@ -245,23 +248,29 @@ def _add_columns(
     v: jax.Array,
     visible: jax.Array,
     before: PartialAttention,
+    scales: Sequence[Any] = (1, 1),
     turned: bool = False,
 ) -> PartialAttention:
-    """Add a block of columns to the attention of queries q [M, H] over k [H, S] and v [S, H] ([H, S] if ``turned``)."""
-    scores = softcap(jnp.dot(q, k, preferred_element_type=jnp.float32) * config.factor, config.softcap)
-    scores = jnp.where(visible, scores, MASKED)
+    """Add a block of columns to the attention of queries q [M, H] over k [H, S] and v [S, H] ([H, S] if ``turned``).
+    ``scales``: of k and v, [1, S].
+    """
+    k, v = k.astype(q.dtype), v.astype(q.dtype)
+    scores = jnp.dot(q, k, preferred_element_type=jnp.float32) * (config.factor * scales[0])
+    scores = jnp.where(visible, softcap(scores, config.softcap), MASKED)
     top = jnp.maximum(before.top, jnp.max(scores, axis=1, keepdims=True))
     weights = jnp.exp(scores - top)
     decay = jnp.exp(before.top - top)
     along = (((1,), (1 if turned else 0,)), ((), ()))
-    mixed = jax.lax.dot_general(weights.astype(v.dtype), v, along, preferred_element_type=jnp.float32)
+    weighted = (weights * scales[1]).astype(v.dtype)
+    mixed = jax.lax.dot_general(weighted, v, along, preferred_element_type=jnp.float32)
     mass = decay * before.mass + jnp.sum(weights, axis=1, keepdims=True)
     return PartialAttention(top, mass, decay * before.mixed + mixed)
 
 
 class Tile(NamedTuple):
     """Sizes of what a TPU's kernel works on: rows of the cache, blocks of each, columns of a block, queries of a row.
-    Values with heads narrower than a TPU's tile are ``turned``: in memory their columns are last.
+    Values with heads narrower than a TPU's tile are ``turned``: in memory their columns are last. Products are in
+    ``dtype``.
     """
 
     rows: int
@@ -269,20 +278,22 @@ class Tile(NamedTuple):
     block: int
     queries: int
     turned: bool
+    dtype: Any
 
 
 def _add_block(config: Attention, tile: Tile, first: jax.Array, inputs: Sequence[Any], sums: Sequence[Any]) -> None:
     """Add the block that begins with column ``first`` to the sums [K, M, ..] of all heads, references of Pallas.
-    ``inputs``: queries [K, M, H], keys, values, and the bounds of what each query sees.
+    ``inputs``: queries [K, M, H], bounds of what each sees, keys, values, and scales if they are int8.
     """
-    q, k, v, least, limit = inputs
+    q, least, limit, k, v, *scales = inputs
     columns = first + jax.lax.broadcasted_iota(jnp.int32, (tile.queries, tile.block), 1)
     visible = (columns >= least[0]) & (columns < limit[0])
     for head in range(q.shape[0]):
         top, mass, mixed = (ref[head] for ref in sums)
         before = PartialAttention(top[:, :1], mass[:, :1], mixed)
-        queries = q[head].astype(k.dtype)
-        after = _add_columns(config, queries, k[0, 0, head], v[0, 0, head], visible, before, tile.turned)
+        factors = [x[0, 0, head, i : i + 1] for x in scales for i in range(2)] or (1, 1)
+        block = k[0, 0, head], v[0, 0, head]
+        after = _add_columns(config, q[head].astype(tile.dtype), *block, visible, before, factors, tile.turned)
         for ref, value in zip(sums, after, strict=True):
             ref[head] = jnp.broadcast_to(value, ref.shape[1:])
 
@@ -308,8 +319,8 @@ def _lane_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any
     """Compute one step for the rows of queries that read the cache's row: its first step gathers their queries, and its
     last one sends the results to their places.
     """
-    _, lanes, q, k, v, least, limit, *outs, gathered, top, mass, mixed, semaphore = refs
-    sums = [top, mass, mixed]
+    _, lanes, q, *inputs, out_top, out_mass, out_mixed, gathered, top, mass, mixed, semaphore = refs
+    sums, outs = [top, mass, mixed], [out_top, out_mass, out_mixed]
     size = q.shape[2]
     count = tile.queries // size
     half, number = pl.program_id(0), pl.program_id(1)
@@ -335,7 +346,7 @@ def _lane_kernel(config: Attention, tile: Tile, row: Any, blocks: Any, live: Any
     @pl.when(live[at] == 1)
     def _compute() -> None:
         first = jax.lax.rem(blocks[at], jnp.int32(tile.each)) * tile.block
-        _add_block(config, tile, first, [gathered, k, v, least, limit], sums)
+        _add_block(config, tile, first, [gathered, *inputs], sums)
 
     def send(lane: int, act: Callable[[Any], None]) -> None:
         @pl.when((live[at] == 1) & last & (lanes[base + lane] >= 0))
@@ -358,7 +369,7 @@ def _attend_tpu(
     block = block_columns(cache.v.shape[3])
     size = queries if lanes is None else -(-queries // SUBLANES) * SUBLANES
     row_queries = size if lanes is None else size * lanes.shape[1]
-    tile = Tile(len(seen.limit), cache.v.shape[3] // block, block, row_queries, width < LANES)
+    tile = Tile(len(seen.limit), cache.v.shape[3] // block, block, row_queries, width < LANES, q.dtype)
     values = jnp.swapaxes(cache.v, 3, 4) if tile.turned else cache.v
     bounds = [jnp.repeat(x, row_queries // x.shape[1], axis=1)[..., None] for x in seen]
 
@@ -368,14 +379,16 @@ def _attend_tpu(
     def own(*blocked: int) -> Any:
         return pl.BlockSpec((1, *blocked), lambda *indices: (where(*indices)[0], *(0 for _ in blocked)))
 
-    def columns(turned: bool) -> Any:
+    def columns(turned: bool, width: int = width) -> Any:
         def at(half: Any, number: Any, *prefetched: Any) -> tuple:
             _, row, column = where(half, number, *prefetched)
             return prefetched[3][0], row, 0, *((0, column) if turned else (column, 0))
 
         return pl.BlockSpec((1, 1, heads, *((width, block) if turned else (block, width))), at)
 
-    inputs = [columns(True), columns(tile.turned), own(row_queries, 1), own(row_queries, 1)]
+    scales = [] if cache.scales is None else [cache.scales]
+    inputs = [own(row_queries, 1), own(row_queries, 1), columns(True), columns(tile.turned)]
+    inputs += [columns(True, 2) for _ in scales]
     scalars = [*table[:3], layer.reshape(1)]
     if lanes is None:
         kernel, shapes, scratch = _row_kernel, _shapes(count, heads, size, width), []
@@ -400,7 +413,7 @@ def _attend_tpu(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name="attention_by_length",
-    )(*scalars, q, cache.k, values, *bounds)
+    )(*scalars, q, *bounds, cache.k, values, *scales)
     top, mass, mixed = (x[:, :, :queries] for x in outputs)
     return [PartialAttention(top[..., :1], mass[..., :1], mixed)]
 
@@ -409,32 +422,36 @@ def _gpu_kernel(config: Attention, width: int, count: int, size: int, lane_count
     """Attend over one span of columns of one head of a row of the cache, for all rows of queries that read it.
     ``width``: columns of a block. ``count``: a row's queries, ``size`` the next power of two, ``total`` the call's.
     """
-    layer, first, end, lanes, q, k, v, least, limit, *chunk = refs[:-3]
+    layer, first, end, lanes, q, least, limit, cache, chunk = refs[:-3]
     row, head, span = (pl.program_id(axis) for axis in range(3))
     each = jnp.arange(lane_count * size, dtype=jnp.int32)
     lane, number = (operation(each, jnp.int32(size)) for operation in (jax.lax.div, jax.lax.rem))
     served = lanes[row, lane]
-    heads = k.shape[2]
+    heads = cache.k.shape[2]
     at = (jnp.maximum(served, 0) * heads + head) * count + jnp.minimum(number, count - 1)
     queries = q[at]
     lower, upper = (x[row, lane][:, None] for x in (least, limit))
+
+    def add_part(part: Any, at: tuple, columns: Any, visible: jax.Array, before: PartialAttention) -> PartialAttention:
+        factors = (1, 1) if part.scales is None else [part.scales[*at, i, columns][None] for i in range(2)]
+        keys, values = part.k[*at, :, columns], part.v[*at, columns]
+        return _add_columns(config, queries, keys, values, visible, before, factors)
 
     def add(block: jax.Array, before: PartialAttention) -> PartialAttention:
         columns = pl.ds(pl.multiple_of(block * width, width), width)
         column = block * width + jax.lax.broadcasted_iota(jnp.int32, (len(each), width), 1)
         visible = (column >= lower) & (column < upper)
-        keys, values = k[layer[0], row, head, :, columns], v[layer[0], row, head, columns]
-        return _add_columns(config, queries, keys, values, visible, before)
+        return add_part(cache, (layer[0], row, head), columns, visible, before)
 
     def add_chunk(before: PartialAttention) -> PartialAttention:
-        column = jax.lax.broadcasted_iota(jnp.int32, (len(each), chunk[0].shape[3]), 1)
-        visible = (column >= chunk[2][0]) & (column < chunk[2][1])
-        return _add_columns(config, queries, chunk[0][row, head], chunk[1][row, head], visible, before)
+        column = jax.lax.broadcasted_iota(jnp.int32, (len(each), chunk.k.shape[3]), 1)
+        visible = (column >= chunk.seen[0]) & (column < chunk.seen[1])
+        return add_part(chunk, (row, head), slice(None), visible, before)
 
     blocks = GPU_SPAN // width
     begin, after = jnp.maximum(first[row], span * blocks), jnp.minimum(end[row], (span + 1) * blocks)
     sums = jax.lax.fori_loop(begin, after, add, _empty(_shapes(len(each), q.shape[1])))
-    if chunk:
+    if chunk is not None:
         sums = jax.lax.cond(span == 0, add_chunk, lambda before: before, sums)
     place = jnp.where((served >= 0) & (number < count), at, total)
     for ref, value in zip(refs[-3:], sums, strict=True):
@@ -466,6 +483,6 @@ def _attend_gpu(
         compiler_params=plgpu.CompilerParams(num_warps=4 if lane_count * size < 64 else 8, num_stages=2),
         interpret=interpret,
         name="attention_by_length",
-    )(layer.reshape(1), first, end, lanes, q.reshape(total, width), *cache, *bounds, *(chunk or ()))
+    )(layer.reshape(1), first, end, lanes, q.reshape(total, width), *bounds, cache, chunk)
     parts = [x[:, :total].reshape(spans, count, heads, queries, -1) for x in outputs]
     return [PartialAttention(*(x[span] for x in parts)) for span in range(spans)]

@@ -27,16 +27,18 @@ from jaxrl_llm.sharding import BATCH, constrain, fit_spec, head_copies
 
 class Cache(NamedTuple):
     """Keys [L, B, K, H, S] and values [L, B, K, S, H]; column s of a row holds its position s. On a mesh whose
-    ``tensor`` is no divisor of K, each head is there several times (``head_copies``).
+    ``tensor`` is no divisor of K, each head is there several times (``head_copies``). Of int8 ones ``scales`` float32
+    [L, B, K, 2, S] are the factors of each head's key and value in a column; None for others.
     """
 
     k: Any
     v: Any
+    scales: Any = None
 
     @property
     def columns(self) -> int:
-        """Return S, the number of columns."""
-        return self.v.shape[3]
+        """Return S, the number of columns, also of one layer."""
+        return self.v.shape[-2]
 
 
 def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cache:
@@ -44,16 +46,35 @@ def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cac
     heads = config.attention.kv_heads
     outer = (config.layers, rows, heads * head_copies(heads))
     width = config.attention.head_dim
-    return Cache(jnp.zeros((*outer, width, columns), dtype), jnp.zeros((*outer, columns, width), dtype))
+    scales = jnp.zeros((*outer, 2, columns), jnp.float32) if dtype == jnp.int8 else None
+    return Cache(jnp.zeros((*outer, width, columns), dtype), jnp.zeros((*outer, columns, width), dtype), scales)
+
+
+def stored(k: jax.Array, v: jax.Array, dtype: Any) -> Cache:
+    """Return keys [B, K, H, C] and values [B, K, C, H] of a layer as a cache of this dtype holds them: int8 ones as
+    multiples of 1/127 of the largest of their head and column.
+    """
+    if dtype != jnp.int8:
+        return Cache(k, v)
+    k, v = k.astype(jnp.float32), v.astype(jnp.float32)
+    scales = jnp.stack([jnp.max(jnp.abs(k), axis=2), jnp.max(jnp.abs(v), axis=3)], axis=2) / 127
+    factors = jnp.where(scales > 0, 1 / scales, 0)
+    k, v = k * factors[:, :, :1], v * factors[:, :, 1, :, None]
+    return Cache(jnp.round(k).astype(jnp.int8), jnp.round(v).astype(jnp.int8), scales)
+
+
+def by_columns(change: Callable[..., jax.Array], *caches: Cache) -> Cache:
+    """Apply ``change(array of each cache, axis of its columns)`` to keys, values and scales."""
+    arrays = zip(*caches, (-1, -2, -1), strict=True)
+    return Cache(*(None if x[0] is None else change(*x) for x in arrays))
 
 
 def with_columns(cache: Cache, count: int) -> Cache:
     """Return the cache cut or padded to ``count`` columns."""
     if count <= cache.columns:
-        return Cache(cache.k[..., :count], cache.v[..., :count, :])
-    more = [(0, 0)] * 3
+        return by_columns(lambda x, axis: jax.lax.slice_in_dim(x, 0, count, axis=axis), cache)
     room = (0, count - cache.columns)
-    return Cache(jnp.pad(cache.k, (*more, (0, 0), room)), jnp.pad(cache.v, (*more, room, (0, 0))))
+    return by_columns(lambda x, axis: jnp.pad(x, [room if i == axis else (0, 0) for i in range(-x.ndim, 0)]), cache)
 
 
 def read_layer(cache: Cache, layer: Cache, index: Any, rows: int, columns: int, parts: int = 1) -> Cache:
@@ -67,15 +88,12 @@ def read_layer(cache: Cache, layer: Cache, index: Any, rows: int, columns: int, 
 
     def read(cache: Cache, layer: Cache, index: Any, rows: int) -> Cache:
         def of_layer() -> Cache:
-            return Cache(layer.k[:rows, :, :, :columns], layer.v[:rows, :, :columns])
+            return with_columns(jax.tree.map(lambda x: x[:rows], layer), columns)
 
         def of_all() -> Cache:
-            (_, _, heads, _, width) = cache.v.shape
-            first = (index, 0, 0, 0, 0)
-            return Cache(
-                jax.lax.dynamic_slice(cache.k, first, (1, rows, heads, width, columns))[0],
-                jax.lax.dynamic_slice(cache.v, first, (1, rows, heads, columns, width))[0],
-            )
+            part = jax.eval_shape(of_layer)
+            cut = lambda x, y: jax.lax.dynamic_slice(x, (index, 0, 0, 0, 0), (1, *y.shape))[0]  # noqa: E731
+            return jax.tree.map(cut, cache, part)
 
         traced = isinstance(index, jax.Array)
         return jax.lax.platform_dependent(cpu=of_layer, default=of_all) if traced else of_layer()
@@ -86,15 +104,15 @@ def read_layer(cache: Cache, layer: Cache, index: Any, rows: int, columns: int, 
     layer_spec = PartitionSpec(*spec[1:])
     return jax.shard_map(
         functools.partial(read, rows=rows // parts),
-        in_specs=(Cache(spec, spec), Cache(layer_spec, layer_spec), PartitionSpec()),
-        out_specs=Cache(layer_spec, layer_spec),
+        in_specs=(spec, layer_spec, PartitionSpec()),
+        out_specs=layer_spec,
         check_vma=False,
     )(cache, layer, index)
 
 
 def take_rows(cache: Cache, rows: jax.Array) -> Cache:
     """Return the cache of the given rows, in that order."""
-    return Cache(jnp.take(cache.k, rows, axis=1), jnp.take(cache.v, rows, axis=1))
+    return jax.tree.map(lambda x: jnp.take(x, rows, axis=1), cache)
 
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
@@ -113,7 +131,7 @@ def insert(cache: Cache, new: Cache, source: jax.Array, start: jax.Array) -> Cac
     def writing(i: jax.Array, cache: Cache) -> tuple[Cache, Any, Any]:
         row = _row(new, source[first[i]])
         shift = -start[first[i]]
-        shifted = Cache(jnp.roll(row.k, shift, axis=4), jnp.roll(row.v, shift, axis=3))
+        shifted = by_columns(lambda x, axis: jnp.roll(x, shift, axis=axis), row)
         return with_columns(shifted, min(new.columns, cache.columns)), first[i], 0
 
     return _write_rows(cache, jnp.sum(source >= 0), writing)
@@ -153,7 +171,7 @@ def joined_sequence(cache: Cache, row: jax.Array, blocks: Cache, block: jax.Arra
 
 
 def _row(cache: Cache, row: jax.Array) -> Cache:
-    return Cache(*(jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1) for x in cache))
+    return jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1), cache)
 
 
 def _write_rows(cache: Cache, count: Any, writing: Callable[[jax.Array, Cache], tuple[Cache, Any, Any]]) -> Cache:
@@ -163,8 +181,8 @@ def _write_rows(cache: Cache, count: Any, writing: Callable[[jax.Array, Cache], 
 
     def body(i: jax.Array, cache: Cache) -> Cache:
         new, row, column = writing(i, cache)
-        put = jax.lax.dynamic_update_slice
-        return Cache(put(cache.k, new.k, (0, row, 0, 0, column)), put(cache.v, new.v, (0, row, 0, column, 0)))
+        start = lambda axis: (0, row, 0, 0, column) if axis == -1 else (0, row, 0, column, 0)  # noqa: E731
+        return by_columns(lambda x, y, axis: jax.lax.dynamic_update_slice(x, y, start(axis)), cache, new)
 
     return jax.lax.fori_loop(0, count, body, cache)
 
@@ -207,15 +225,17 @@ def _gather_by_part(x: jax.Array, index: jax.Array, count: int) -> jax.Array:
 
 
 def extend(
-    model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array
+    model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array, dtype: Any = None
 ) -> tuple[Cache, jax.Array | None]:
     """Compute keys and values of the next C tokens of every row. Returns a cache of C columns, and the experts of each
-    token, [P, C, L, k]; None for a dense model.
+    token, [P, C, L, k]; None for a dense model. Tokens read each other's keys and values as the cache holds them, so
+    that the numbers do not depend on which are computed in one call.
 
     Args:
       cache: read only; row p is valid below ``lengths[p]``. None for an empty one.
       lengths: int32[P].
       tokens: int32[P, C], from position ``lengths`` on; padding on the right changes nothing before it.
+      dtype: of keys and values; None for the model's own.
     """
     config = model.config
     count = tokens.shape[1]
@@ -233,12 +253,13 @@ def extend(
         new_columns = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-            new_columns.append(Cache(k, v))
+            new_columns.append(stored(k, v, dtype))
             parts = [main, new_columns[0]] if cache else new_columns
-            s = jnp.concatenate([layers.attention_scores(q, part.k, config.attention) for part in parts], -1)
+            s = jnp.concatenate([_scores(config, q, part) for part in parts], -1)
             weights = layers.attention_weights(s, visible[:, None, :, None], sinks)
-            mixed = layers.mix(weights[..., len(columns) :], v)
-            return mixed + layers.mix(weights[..., : len(columns)], main.v) if cache else mixed
+            mix = lambda weights, part: layers.mix(*_weighted(weights, part, v.dtype))  # noqa: E731
+            mixed = mix(weights[..., len(columns) :], new_columns[0])
+            return mixed + mix(weights[..., : len(columns)], main) if cache else mixed
 
         x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend)
         return constrain(x, BATCH), (new_columns[0], routing)
@@ -283,8 +304,8 @@ def decode(
         new_columns = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
-            put = jax.lax.dynamic_update_slice
-            fresh = Cache(put(new.k, k, (0, 0, 0, step)), put(new.v, v, (0, 0, step, 0)))
+            put = jax.lax.dynamic_update_slice_in_dim
+            fresh = by_columns(lambda x, y, axis: put(x, y, step, axis), new, stored(k, v, new.k.dtype))
             new_columns.append(fresh)
             q = q[:, 0]
             if with_chunk:
@@ -333,11 +354,26 @@ def _attend_all(
 
 def _attend_part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.Array) -> PartialAttention:
     """Attend over one layer's cache: q [B, K, N / K, H]; mask ``visible`` bool[B, 1, N / K or 1, S]."""
-    scores = jnp.where(visible, layers.attention_scores(q, cache.k, config.attention), layers.MASKED)
+    scores = jnp.where(visible, _scores(config, q, cache), layers.MASKED)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
-    mixed = layers.product("bkgz,bkzh->bkgh", weights.astype(cache.v.dtype), cache.v)
+    mixed = layers.product("bkgz,bkzh->bkgh", *_weighted(weights, cache, q.dtype))
     return PartialAttention(top, jnp.sum(weights, axis=-1, keepdims=True), mixed)
+
+
+def _scores(config: ModelConfig, q: jax.Array, cache: Cache) -> jax.Array:
+    """Return the attention scores of queries over one layer's keys; scales multiply scores, and keys stay int8."""
+    if cache.scales is None:
+        return layers.attention_scores(q, cache.k, config.attention)
+    scale = jnp.expand_dims(cache.scales[:, :, 0], range(2, q.ndim - 1))
+    return layers.attention_scores(q, cache.k.astype(q.dtype), config.attention, scale)
+
+
+def _weighted(weights: jax.Array, cache: Cache, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return weights [B, K, ..., Z] and values of one layer as factors of a product in ``dtype``."""
+    if cache.scales is not None:
+        weights = weights * jnp.expand_dims(cache.scales[:, :, 1], range(2, weights.ndim - 1))
+    return weights.astype(dtype), cache.v.astype(dtype)
 
 
 def _attend_chunk(config: ModelConfig, q: jax.Array, chunk: Cache, step: Any, window: Any) -> PartialAttention:
@@ -394,7 +430,7 @@ def _attend_live(
     blocks = () if prefix is None else (prefix.cache, prefix.rows, prefix.lanes, prefix.lengths)
     by_row = fit_spec(places[0].shape, (BATCH,), mesh)
     spec = fit_spec(cache.k.shape, (None, BATCH, "tensor"), mesh)
-    of_blocks = (Cache(spec, spec), by_row, by_row, by_row) if blocks else ()
+    of_blocks = (spec, by_row, by_row, by_row) if blocks else ()
 
     def on_own(call: Callable, out: PartitionSpec, specs: tuple, *arrays: Any) -> Any:
         if mesh.empty:
@@ -414,10 +450,10 @@ def _attend_live(
     ) -> list[PartialAttention]:
         plans = jax.tree.map(lambda x: x[of_layer[index] if len(kinds) > 1 else 0], all_plans)
         heads = fit_spec(q.shape, (BATCH, "tensor"), mesh)
-        chunk_specs = (heads, heads, PartitionSpec()) if chunk else None
+        chunk_specs = ChunkColumns(heads, heads, heads, PartitionSpec()) if chunk else None
         block_cache = prefix and prefix.cache
-        specs = (heads, PartitionSpec(), Cache(spec, spec), by_row, chunk_specs, block_cache and Cache(spec, spec))
-        return on_own(local, heads, specs, q, jnp.int32(index), cache, plans, chunk and tuple(chunk), block_cache)
+        specs = (heads, PartitionSpec(), spec, by_row, chunk_specs, spec)
+        return on_own(local, heads, specs, q, jnp.int32(index), cache, plans, chunk, block_cache)
 
     return attend
 

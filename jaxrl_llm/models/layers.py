@@ -143,13 +143,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, norm: Norm) -> jax.Array:
     return (wide * scale).reshape(x.shape).astype(x.dtype)
 
 
-def attention_scores(q: jax.Array, k: jax.Array, attention: Attention) -> jax.Array:
+def attention_scores(q: jax.Array, k: jax.Array, attention: Attention, scale: Any = 1) -> jax.Array:
     """Compute scaled, soft-capped attention scores, float32: of q [B, S, K, N / K, H] and k [B, K, H, Z] they are [B,
     K, S, N / K, Z], the order of the product: another costs a transposition in both passes. A single query per row is q
-    [B, K, N / K, H] and gives [B, K, N / K, Z]: a query axis of size 1 made it four times as slow on CPUs.
+    [B, K, N / K, H] and gives [B, K, N / K, Z]: a query axis of size 1 made it four times as slow on CPUs. ``scale``:
+    of each score's key.
     """
     letters = "bskgh,bkhz->bksgz" if q.ndim == 5 else "bkgh,bkhz->bkgz"
-    return softcap(product(letters, q, k) * attention.factor, attention.softcap)
+    return softcap(product(letters, q, k) * (attention.factor * scale), attention.softcap)
 
 
 def softcap(x: jax.Array, cap: float | None) -> jax.Array:

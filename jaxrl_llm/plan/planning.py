@@ -136,10 +136,10 @@ def memory_of_sampling(
     else:
         config = arrays.sampled.config
         share = programs.device_share(arrays.sampled)
-        keys = arrays.slots.cache.k
-        heads = keys.sharding.shard_shape(keys.shape)[2]
-        tokens = filling * rows / parts * piece * calls
-        waiting = tokens * 2 * config.layers * heads * config.attention.head_dim * keys.dtype.itemsize
+        cache = arrays.slots.cache
+        (_, slots_of_device, _, columns, _) = cache.v.sharding.shard_shape(cache.v.shape)
+        by_token = programs.bytes_per_device(cache) / (slots_of_device * columns)
+        waiting = filling * rows / parts * piece * calls * by_token
         logits = 4 * 4 * rollout.engine.slots / parts * config.vocab_size * share
         needs.append(max(logits, blocks) + waiting)
         learns = arrays.learned[0].forward.mesh
@@ -392,7 +392,7 @@ def _build_plan(
         columns_read = "every slot to the longest one's length"
         columns_read = columns_read if form is None else f"each slot by its length ({form.platform} kernel)"
         decoding = [
-            f"attention of decoding: {columns_read}",
+            f"attention of decoding: {columns_read}, keys and values in {arrays.build.dtype}",
             f"decoding, by the engine's rules for {todo.completions} completions of {todo.mean} tokens "
             f"({'log-normal, sigma ' + str(roofline.SIGMA) if todo.mean < outline.groups.longest else 'all as long'}): "
             f"{filled.chunks} chunks read {filled.read:.1%} of the cache on average, and {filled.live:.1%} is live",

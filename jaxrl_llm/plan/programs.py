@@ -19,7 +19,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 from jaxrl_llm import sharding
 from jaxrl_llm.config import Configuration, split_step, without_step
 from jaxrl_llm.config.origin import SAVED_RUNS
-from jaxrl_llm.engine.engine import for_sampling
+from jaxrl_llm.engine.engine import cache_dtype, for_sampling
 from jaxrl_llm.engine.requests import Request, SlotShape
 from jaxrl_llm.engine.sampling import draw_options as asked_of
 from jaxrl_llm.engine.sampling import to_traced
@@ -184,7 +184,15 @@ def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtyp
     group = 1 if engine.strict else min(rollout.group, engine.slots)
     form = form_for(model.config.attention, engine.slots, where) if engine.attention == "auto" else None
     build = EngineSpec(
-        model.config, dtype, engine.slots, rollout.max_length, engine.chunk, where, engine.strict, group, form
+        model.config,
+        cache_dtype(engine.kv_cache_dtype, dtype),
+        engine.slots,
+        rollout.max_length,
+        engine.chunk,
+        where,
+        engine.strict,
+        group,
+        form,
     )
     prompt = Prompt(np.zeros(rollout.max_prompt_tokens, np.int32))
     most = rollout.max_new_tokens
@@ -192,7 +200,7 @@ def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtyp
     shape = chunk_shape(build, sampler.rules, at_their_end, None, False)
     shape = shape._replace(blocks=shape.rows)
     with jax.sharding.use_abstract_mesh(where.abstract_mesh):
-        slots = jax.eval_shape(lambda: empty_slots(model.config, shape, dtype, None, sampler.rules.repetition))
+        slots = jax.eval_shape(lambda: empty_slots(model.config, shape, build.dtype, None, sampler.rules.repetition))
     return SamplingArrays(
         **vars(arrays), sampler=sampler,
         sampled=sharding.as_shapes(sampled, sharding.sampling_shardings(sampled, where)),
@@ -322,7 +330,7 @@ def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
             return transfer.lower(model_of(arrays.state))
     shape, where = arrays.slot_shape, target.where
     rows, piece, calls = prompt_calls(sampler.rollout.max_prompt_tokens, sharding.batch_parts(where))
-    dtype = arrays.slots.cache.k.dtype
+    dtype = arrays.build.dtype
     with jax.set_mesh(where):
         cache = jax.eval_shape(lambda: empty_cache(arrays.sampled.config, rows, bucket_length(calls * piece), dtype))
         cache = sharding.as_shapes(cache, slot_shardings(cache, where))
@@ -330,7 +338,7 @@ def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
             lengths = jax.ShapeDtypeStruct((rows,), np.int32)
             tokens = jax.ShapeDtypeStruct((rows, piece), np.int32)
             before = cache if calls > 1 else None
-            return extend_prompts.lower(arrays.sampled, before, lengths, tokens, cache.columns, where)
+            return extend_prompts.lower(arrays.sampled, before, lengths, tokens, cache.columns, where, dtype)
         if name == "refill":
             waiting = jax.eval_shape(lambda: empty_admission(shape, cache.v.shape[1], sampler.rules.repetition))
             return fill_slots.lower(arrays.slots, cache, waiting, where)

@@ -472,7 +472,7 @@ def traffic_by_formula(
     if isinstance(arrays, programs.SamplingArrays):
         rollout = arrays.sampler.rollout
         config = arrays.sampled.config
-        width = arrays.slots.cache.k.dtype.itemsize
+        width = arrays.sampled.weights.final_norm.dtype.itemsize
         slots = rollout.engine.slots / batch_parts(sizes)
         steps = config.layers * rollout.engine.chunk
         copied = programs.sampling_bytes(arrays, apart=False)

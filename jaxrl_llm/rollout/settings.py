@@ -185,13 +185,15 @@ class Collect(Setting):
 
 @dataclasses.dataclass(frozen=True)
 class EngineOptions(Setting):
-    """How the engine samples: speed and memory, and results by rounding only.
+    """How the engine samples: speed and memory, and results by rounding only but for ``kv_cache_dtype``.
 
     Attributes:
       slots: completions sampled at one time.
       chunk: decode steps in one compiled call.
       strict: read the whole cache at every step: no bit of a completion depends on the length of its neighbours.
       attention: "auto" reads each slot by its length with kernels on TPUs and GPUs; "xla", all to the longest length.
+      kv_cache_dtype: "int8" keeps keys and values in 8 bits, with a scale for each head and column: half of bfloat16's
+        memory, and a sampler that differs from the learner by ``sampler/logp_abs_diff_mean``; "auto", the compute type.
       router_bits: of a probability's mantissa by which the sampler's routers choose experts, 7 as in bfloat16; 0 for
         all. It shows what another engine's rounding does, and what routing replay does about it.
     """
@@ -200,6 +202,7 @@ class EngineOptions(Setting):
     chunk: Annotated[int, Count(1)] = 16
     strict: bool = False
     attention: Annotated[str, FREE, Choice("auto", "xla")] = "auto"
+    kv_cache_dtype: Annotated[str, Choice("auto", "int8")] = "auto"
     router_bits: Annotated[int, Range("[0, 22]")] = 0
 
 

@@ -209,6 +209,7 @@ def build_engine(
         model, dtype, mesh, sampling_mesh, rollout.collect.staleness > 0, slots=engine.slots,
         max_length=rollout.max_length, chunk=engine.chunk, strict=engine.strict, group=rollout.group,
         form="auto" if engine.attention == "auto" else None, router_bits=engine.router_bits,
+        kv_cache_dtype=engine.kv_cache_dtype,
     )  # fmt: skip
 
 

@@ -134,10 +134,10 @@ def wanted_shape(slots, parts):
 
 
 @functools.cache
-def sampled(platform, slots, count=6):
+def sampled(platform, slots, count=6, **options):
     """Completions of the first prompts, three times the same one, and the programs of chunks that were compiled."""
     form = None if platform is None else ByLength(platform, interpret=True)
-    engine = Engine(tiny("gemma"), slots=slots, max_length=400, chunk=16, group=3, form=form)
+    engine = Engine(tiny("gemma"), slots=slots, max_length=400, chunk=16, group=3, form=form, **options)
     prompts = (PROMPTS[:1] + PROMPTS)[:count]
     with Compilations() as heard:
         found = engine.generate(tiny("gemma"), prompts, range(count), Sampling(max_new_tokens=140))
@@ -146,9 +146,10 @@ def sampled(platform, slots, count=6):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
-def test_the_kernels_draw_the_tokens_of_the_plain_form(platform):
+@pytest.mark.parametrize("cache", ["auto", "int8"])
+def test_the_kernels_draw_the_tokens_of_the_plain_form(platform, cache):
     """With windows of 3 and 4 columns, soft-capped scores, and rows past a block of 128 columns; float32."""
-    (found, programs), (chunk_shape, _) = sampled(platform, 4), sampled(None, 4)
+    (found, programs), (chunk_shape, _) = (sampled(form, 4, kv_cache_dtype=cache) for form in (platform, None))
     assert programs == 1
     for one, other in zip(found, chunk_shape, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)

@@ -41,33 +41,33 @@ def shape(columns):
     return SlotShape(SLOTS, columns, SLOTS // GROUP, columns, 1, GROUP)
 
 
-def slots(columns):
+def slots(columns, dtype):
     """As many columns in slots as in the blocks of prompts, and room for more slots."""
-    make = lambda: empty_slots(CONFIG, shape(columns), jnp.bfloat16, cache_shape=(SLOTS + 8, columns))
+    make = lambda: empty_slots(CONFIG, shape(columns), dtype, cache_shape=(SLOTS + 8, columns))
     return abstract(jax.eval_shape(make))
 
 
-def chunk(columns):
+def chunk(columns, dtype):
     """Three quarters of the columns are read."""
     make = lambda key: jax.tree.map(lambda x: x.astype(jnp.bfloat16), initialise(CONFIG, key))
     model = abstract(jax.eval_shape(make, jax.random.key(0)))
     rules = abstract(to_traced(Sampling()))
     return run_chunk.lower(
-        model, slots(columns), rules, STEPS, draw_options(Sampling()), GROUP, columns=columns * 3 // 4
+        model, slots(columns, dtype), rules, STEPS, draw_options(Sampling()), GROUP, columns=columns * 3 // 4
     )
 
 
-def fill(columns):
+def fill(columns, dtype):
     begun = empty_admission(shape(columns), 8, None)
-    prompts = jax.eval_shape(lambda: empty_cache(CONFIG, 8, 256, jnp.bfloat16))
-    return fill_slots.lower(slots(columns), abstract(prompts), abstract(begun))
+    prompts = jax.eval_shape(lambda: empty_cache(CONFIG, 8, 256, dtype))
+    return fill_slots.lower(slots(columns, dtype), abstract(prompts), abstract(begun))
 
 
-def shrink(columns):
+def shrink(columns, dtype):
     """To half as many slots."""
-    light = slots(columns)._replace(cache=None, blocks=None)
+    light = slots(columns, dtype)._replace(cache=None, blocks=None)
     order = abstract(np.zeros(SLOTS // 2, np.int32))
-    return rearrange_slots.lower(slots(columns).cache, light, order, order)
+    return rearrange_slots.lower(slots(columns, dtype).cache, light, order, order)
 
 
 @pytest.fixture(autouse=True)
@@ -82,12 +82,15 @@ def nothing_is_read_from_the_compilation_cache():
 
 
 @pytest.mark.parametrize("call", [chunk, fill, shrink])
-def test_memory_beside_the_cache_does_not_grow_with_it(call):
-    found = [call(columns).compile().memory_analysis() for columns in COLUMNS]
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_memory_beside_the_cache_does_not_grow_with_it(call, dtype):
+    found = [call(columns, dtype).compile().memory_analysis() for columns in COLUMNS]
     small, large = (
         sum(
             x.size * x.dtype.itemsize
-            for x in [*slots(columns).cache, *(() if call is shrink else slots(columns).blocks)]
+            for x in jax.tree.leaves(
+                (slots(columns, dtype).cache, () if call is shrink else slots(columns, dtype).blocks)
+            )
         )
         for columns in COLUMNS
     )

@@ -18,7 +18,7 @@ from jaxrl_llm.models.decode_kernels import (
     read_plan,
     whole_blocks,
 )
-from jaxrl_llm.models.decoding import Cache
+from jaxrl_llm.models.decoding import Cache, stored
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.machines import describe_devices, parse_topology
 from jaxrl_llm.sharding.mesh import without_compilation_cache
@@ -35,12 +35,27 @@ SHARED = ColumnRange(np.array([5, 0, 150, 0]), np.array([300, 0, 300, 64]))
 
 def arrays(dtype):
     """Queries, a cache of more rows than they are, in which everything that nobody may see is NaN in dead blocks of
-    128 columns, and a chunk."""
+    128 columns, and a chunk; of int8 the queries are float32."""
     random = np.random.default_rng(0)
     draw = lambda *shape: random.normal(size=shape).astype(np.float32)
     cache = Cache(draw(LAYERS, ROWS, HEADS, WIDTH, COLUMNS), draw(LAYERS, ROWS, HEADS, COLUMNS, WIDTH))
-    chunk = draw(4, HEADS, WIDTH, CHUNK), draw(4, HEADS, CHUNK, WIDTH)
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype), (draw(4, HEADS, QUERIES, WIDTH), cache, chunk))
+    chunk = Cache(draw(4, HEADS, WIDTH, CHUNK), draw(4, HEADS, CHUNK, WIDTH))
+    q = draw(4, HEADS, QUERIES, WIDTH)
+    if dtype == jnp.int8:
+        layers = [stored(*(jnp.asarray(x[layer]) for x in cache[:2]), dtype) for layer in range(LAYERS)]
+        return (
+            jnp.asarray(q),
+            jax.tree.map(lambda *x: jnp.stack(x), *layers),
+            stored(*map(jnp.asarray, chunk[:2]), dtype),
+        )
+    return jax.tree.map(lambda x: jnp.asarray(x, dtype), (q, cache, chunk))
+
+
+def numbers(cache):
+    """Keys and values, float64."""
+    k, v = (np.asarray(x, np.float64) for x in cache[:2])
+    scales = np.ones((*k.shape[:-2], 2, k.shape[-1])) if cache.scales is None else np.asarray(cache.scales)
+    return k * scales[..., :1, :], v * scales[..., 1, :, None]
 
 
 def plain(q, k, v, visible):
@@ -66,18 +81,25 @@ def whole(parts):
 
 def with_dead_blocks(cache, seen, rows):
     """The cache with NaN in every block of 128 columns of which none is seen."""
-    k, v = (np.array(x, np.float32) for x in cache)
+    floats = cache[:2] if cache.scales is None else [jnp.swapaxes(cache.scales, -1, -2)]
+    dead = [np.array(x, np.float32) for x in floats]
     for row in range(ROWS):
         live = rows.get(row, [])
         for at in range(0, COLUMNS, 128):
             if not any(seen.least[i] < at + 128 and seen.limit[i] > at and seen.limit[i] > seen.least[i] for i in live):
-                k[:, row, :, :, at : at + 128] = v[:, row, :, at : at + 128] = np.nan
-    return Cache(jnp.asarray(k, cache.k.dtype), jnp.asarray(v, cache.v.dtype))
+                for x in dead:
+                    axis = -1 if x is dead[0] and len(dead) == 2 else -2
+                    np.moveaxis(x, axis, 0)[at : at + 128, :, row] = np.nan
+    if cache.scales is not None:
+        return cache._replace(scales=jnp.swapaxes(jnp.asarray(dead[0]), -1, -2))
+    return Cache(*(jnp.asarray(x, cache.k.dtype) for x in dead))
 
 
 # float32: sums of 400 terms around 1 round by some 1e-6. bfloat16: a weight is rounded by up to 2**-9 of itself, and so
 # the mean of values around 1, of either sign.
-@pytest.mark.parametrize("dtype, tolerance", [(jnp.float32, 4e-6), (jnp.bfloat16, 2.0**-8)])
+@pytest.mark.parametrize("dtype, tolerance", [
+    pytest.param(jnp.float32, 4e-6, marks=slow), (jnp.int8, 4e-6), (jnp.bfloat16, 2.0**-8),
+])  # fmt: skip
 @pytest.mark.parametrize("platform", ["tpu", "gpu"])
 def test_rows_and_shared_blocks_are_read_as_by_a_loop(platform, dtype, tolerance):
     form = ByLength(platform, interpret=True)
@@ -99,12 +121,12 @@ def test_rows_and_shared_blocks_are_read_as_by_a_loop(platform, dtype, tolerance
     rows = {row: [row] for row in range(4)}
     blocks = {row: [lane for lane in LANES[row] if lane >= 0] for row in range(ROWS)}
     own, shared = found(with_dead_blocks(cache, OWN, rows), with_dead_blocks(cache, SHARED, blocks))
-    k, v = (np.asarray(x[1], np.float64) for x in cache)
+    k, v = (x[1] for x in numbers(cache))
     near = (
         between(ColumnRange(np.full(4, 2), np.full(4, 9)), CHUNK) if platform == "gpu" else np.zeros((4, CHUNK), bool)
     )
-    keys = np.concatenate([k[:4], np.asarray(chunk[0], np.float64)], -1)
-    values = np.concatenate([v[:4], np.asarray(chunk[1], np.float64)], -2)
+    new_keys, new_values = numbers(chunk)
+    keys, values = np.concatenate([k[:4], new_keys], -1), np.concatenate([v[:4], new_values], -2)
     some = slice(None) if platform == "gpu" else slice(1, None)  # row 0 sees nothing of its own
     wanted = plain(q[some], keys[some], values[some], np.concatenate([between(OWN, COLUMNS), near], 1)[some])
     np.testing.assert_allclose(whole(own)[some], wanted, rtol=0, atol=tolerance)
@@ -118,7 +140,8 @@ def test_rows_and_shared_blocks_are_read_as_by_a_loop(platform, dtype, tolerance
 @pytest.mark.compilers
 @pytest.mark.parametrize("topology", ["v5e:1x1", "v5p:1x1x1", "h100:1"])
 @pytest.mark.parametrize("width, queries", [(64, 7), (128, 5)])
-def test_the_kernels_compile_and_copy_nothing_of_the_cache(topology, width, queries):
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.int8])
+def test_the_kernels_compile_and_copy_nothing_of_the_cache(topology, width, queries, dtype):
     machine = parse_topology(topology)
     place = jax.sharding.SingleDeviceSharding(describe_devices(machine)[0])
     layers, rows, columns, lanes = 3, 16, 4096, 4
@@ -131,13 +154,16 @@ def test_the_kernels_compile_and_copy_nothing_of_the_cache(topology, width, quer
         parts = attend_by_length(form, config, q, cache, jnp.int32(1), mine, chunk)
         return parts + attend_by_length(form, config, q, cache, jnp.int32(1), theirs)
 
-    cache = Cache(*(some(jnp.bfloat16, layers, rows, 2, *x) for x in ((width, columns), (columns, width))))
-    near = tuple(some(jnp.bfloat16, rows, 2, *x) for x in ((width, 16), (16, width)))
+    def keys_and_values(columns, *outer):
+        scales = some(jnp.float32, *outer, 2, 2, columns) if dtype == jnp.int8 else None
+        return Cache(*(some(dtype, *outer, 2, *x) for x in ((width, columns), (columns, width))), scales)
+
+    cache, near = keys_and_values(columns, layers, rows), keys_and_values(16, rows)
     bounds = [ColumnRange(*[some(jnp.int32, rows, count)] * 2) for count in (1, lanes)]
     q = some(jnp.bfloat16, rows, 2, queries, width)
     with without_compilation_cache():
         done = jax.jit(both).lower(q, cache, near, *bounds, some(jnp.int32, rows, lanes)).compile()
-    size = sum(np.prod(x.shape) * 2 for x in cache)
+    size = sum(np.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(cache))
     assert done.memory_analysis().temp_size_in_bytes < 0.1 * size
     program = hlo.parse_hlo(done.as_text(), 1)
     kernels = [one for one in program.computations[program.entry].values() if one.operation == "custom-call"]

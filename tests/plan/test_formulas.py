@@ -154,14 +154,14 @@ def test_six_n_per_token_is_the_known_count():
     assert 3 * forward_flops(config, 1, 0, 1) == 6 * (layers + head)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_bytes_of_a_device_are_those_that_it_really_holds(mesh):
-    run = tiny_run(mesh)
+@pytest.mark.parametrize(("mesh", "cache"), [(MESHES[0], "auto"), (MESHES[1], "int8")])
+def test_bytes_of_a_device_are_those_that_it_really_holds(mesh, cache):
+    run = tiny_run(mesh, cache=cache)
     one = planned_run(run, CONFIG, jax.devices())
     model = initialise(CONFIG, jax.random.key(0))
     held = planned_arrays(one.outline, model, abstract_mesh(run.mesh.sizes(8)), abstract_mesh(run.mesh.sizes(8)))
     state = learner.create_state(model, build(run.learner.optimiser), run.recipe.algorithm.needs_reference, one.mesh)
-    slots = empty_slots(CONFIG, held.slot_shape, jnp.float32, one.where)
+    slots = empty_slots(CONFIG, held.slot_shape, jnp.int8 if cache == "int8" else jnp.float32, one.where)
     for planned, real in [(held.state, state), (held.slots, slots)]:
         there = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(real))
         assert bytes_per_device(planned) == there

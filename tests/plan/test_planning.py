@@ -113,6 +113,9 @@ def test_more_of_everything_costs_more():
     base = by_formula(run)
     slots = by_formula(tiny_run((1, 4, 2), prompts=32, slots=128))
     assert slots.sampling.cache == 2 * base.sampling.cache and slots.learning == base.learning
+    quarter = by_formula(tiny_run((1, 4, 2), prompts=32, slots=64, cache="int8"))
+    assert quarter.sampling.cache < 0.32 * base.sampling.cache and quarter.learning == base.learning
+    assert quarter.most("slots") > 2 * base.most("slots")
     rows = by_formula(computing(run, microbatch_rows=16))
     assert rows.learning.temporary > base.learning.temporary and rows.sampling == base.sampling
     prompts = by_formula(dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, prompts=64)))

