@@ -38,7 +38,7 @@ tags: [{tags}]
 
 # {title}
 
-{method} from {origin}, with jaxrl_llm {version}: step {step} of {steps}, learned from `{data}`.
+{method} from {origin}, with jaxrl_llm {version}: step {step} of {steps}, learned from `{data}`{over}.
 
 {evaluations}{scoring}## Commands
 
@@ -253,6 +253,7 @@ def model_card(name: str, trained: Trained, out: str, adapter: bool) -> str:
         tags=", ".join(["jaxrl_llm", "reward-model" if scores else "text-generation"]), title=Path(out).name,
         method=method_of(run), version=jaxrl_llm.__version__, step=trained.step, steps=run.steps,
         data=(run.task if isinstance(run, configs.Run) else run.data).label, evaluations="\n".join(lines),
+        over=f", as low-rank adapters over the base in {run.learner.lora.base}" if run.learner.lora.rank else "",
         scoring=how_to_score(run, out) if scores else "",
         commands="\n".join([f"jaxrl-llm eval {shlex.quote(name)}", *answers]),
     )  # fmt: skip

@@ -18,6 +18,8 @@ from jaxrl_llm.models.families import FAMILIES, StoredTensor, Tensor, axis_sizes
 from jaxrl_llm.models.weights import hf_shape, open_file, read_object, to_hf, to_ours, write_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+PRECISION = "base_precision"
+"""Key of the weights' metadata that names the ``Lora.base`` over which an adapter was trained."""
 SUPPORTED: Mapping[str, Any] = {
     "r": int, "lora_alpha": float, "rank_pattern": dict, "alpha_pattern": dict, "use_rslora": bool,
     "target_modules": list, "base_model_name_or_path": str,
@@ -53,6 +55,25 @@ def is_adapter(folder: Path) -> bool:
 def base_model_name(folder: Path) -> str:
     """Return the name of an adapter's base model; one that is a path is relative to the current folder, as in PEFT."""
     return read_settings(folder)["base_model_name_or_path"]
+
+
+def precision_warnings(folder: Path, lora: Lora) -> list[str]:
+    """Return a line if a folder holds an adapter that was trained over a base of another precision than ``lora.base``.
+    Full types are taken for one; where an adapter does not name its precision, nothing is known but of 4-bit bases.
+    """
+    from safetensors import safe_open
+
+    if not is_adapter(folder):
+        return []
+    base = base_model_name(folder)
+    with safe_open(folder / WEIGHTS, framework="np") as file:
+        trained = (file.metadata() or {}).get(PRECISION, "nf4" if "bnb-4bit" in base else None)
+    kind = lambda name: "full precision" if name in ("f32", "bf16") else name  # noqa: E731
+    current = kind(lora.base if lora.packed else "f32")
+    if trained is None or kind(trained) == current:
+        return []
+    remedy = f"its answers differ a little; --learner.lora.base {trained} with a rank is the one that it knows"
+    return [f"adapter {folder} was trained over {base} in {trained}, and its base is in {current} here: {remedy}"]
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
@@ -176,7 +197,7 @@ def save_adapter(
     }  # fmt: skip
     with new_directory(directory, card) as folder:
         write_object(folder / CONFIG, settings)
-        save_file(stored, folder / WEIGHTS, metadata={"format": "pt"})
+        save_file(stored, folder / WEIGHTS, metadata={"format": "pt", PRECISION: lora.base})
         (folder / WEIGHTS).chmod(0o644)
 
 

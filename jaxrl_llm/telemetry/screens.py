@@ -263,6 +263,7 @@ COLUMNS = (
     Column("grad norm", "grad_norm", 9, short, 7),
     Column("tokens/s", "throughput/sampled_tokens_per_s", 8, lambda value: f"{value:.0f}", 5),
     Column("MFU", "throughput/mfu", 6, lambda value: f"{100 * value:.1f} %", 9),
+    Column("gap", "sampler/logp_abs_diff_mean", 8, short, 10),
     Column("seconds", "time/step_s", 7, lambda value: f"{value:.1f}", 3),
 )
 

@@ -34,6 +34,7 @@ from jaxrl_llm.learner.update import NewRole, reset_optimiser, reset_reference, 
 from jaxrl_llm.models.decoder import initialise
 from jaxrl_llm.models.heads import split_head
 from jaxrl_llm.models.lora import freeze_base
+from jaxrl_llm.models.peft import precision_warnings
 from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
 from jaxrl_llm.rules.guards import ENDED
 from jaxrl_llm.runs import as_trained, find_run, host_state, load_model, needs_base
@@ -292,6 +293,9 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
         check_problems(host.problems, stage.problems, stage.label)
         sizes = parameters, optax.tree.size(state.policy.params), jax.device_count()
         progress.note(model_line(run.model, *sizes, jax.devices()[0].device_kind))
+        if start is None:
+            for line in precision_warnings(storage.folder(run.model), run.learner.lora):
+                progress.note(line, warning=True)
         notes = (*configs.unreached(all_phases), *notes)
         cursor = Cursor(run, tokenizer, stage, state, host, start or 0, {})
     cursor.settings, cursor.stage = run, stage

@@ -36,7 +36,7 @@ LINES = {
     "push lost": "export whole --out lost --push someone/lost",
     "push name": "export whole --out pushed --push adapter",
     "push file": "export whole --out pushed.gguf --push someone/file",
-    "packed": f"train smoke {FLAGS.replace('base f32', 'base nf4')} --steps 2 --run_dir packed",
+    "packed": f"train smoke {FLAGS.replace('l base', 'l adapter').replace('f32', 'nf4')} --steps 2 --run_dir packed",
     "eval packed": "eval packed --json",
     "export packed": "export packed --out packed_model",
     "eval packed_model": "eval packed_model --config smoke --json",
@@ -191,6 +191,12 @@ def test_an_exported_adapter_is_a_model_here(folder, answers):
     assert {k: v for k, v in adapter.items() if "/" in k} == {k: v for k, v in whole.items() if "/" in k}
     first = json.loads((folder / "over/metrics.jsonl").read_text().splitlines()[0])
     assert first["eval/chain_sum/pass@1"] == adapter["eval/chain_sum/pass@1"], "a run begins with the sum"
+
+
+def test_an_adapter_over_another_precision_of_its_base_is_trained_with_a_warning(folder, answers):
+    assert "adapter was trained over base in f32, and its base is in nf4 here" in answers["packed"].err
+    assert "trained over" not in answers["over"].err
+    assert "as low-rank adapters over the base in f32" in (folder / "adapter/README.md").read_text()
 
 
 def test_an_adapter_over_an_adapter_is_not_exported(answers):
