@@ -73,6 +73,8 @@ def plan_command(arguments: list[str]) -> int:
         largest = compiling and choices["--largest"]
         plans = [planning.plan_run(run, config, machine, devices, mean, compiling, largest, status)]
         lines = tables.report_lines(plans[0], source, choices[PRICE])
+        if not plans[0].fits:
+            lines += ["", smallest_change(plans[0], config, devices)]
         if choices["--loops"] and plans[0].compiled:
             lines += ["", *tables.loop_lines(plans[0])]
         if not compilable and not quick:
@@ -91,6 +93,51 @@ def plan_command(arguments: list[str]) -> int:
             for name, program in plans[0].compiled.items():
                 (choices["--dump"] / f"{name}.txt").write_text(program.text)
     return 0
+
+
+FEWEST_SLOTS = 8
+"""Completions at one time of each part of the batch below which sampling is too slow to be proposed."""
+
+
+def smallest_change(planned: Any, config: Any, devices: list[Any] | None) -> str:
+    """Return a line with the smallest change with which the run fits, by formula, scaled by what was compiled: of
+    settings that leave what is learned as it is, or else, proposed and no more, of the model and of its completions.
+    """
+    from jaxrl_llm.plan.planning import plan_run
+    from jaxrl_llm.sharding import batch_parts
+
+    run, machine, parts = planned.run, planned.machine, batch_parts(planned.mesh)
+
+    def with_flags(flags: list[str]) -> Any:
+        changed = parse_flags(type(run), flags.copy(), "", "", run)
+        return plan_run(changed, config, machine, devices, None, False)
+
+    # The compiler does not always say by how much it refuses: a formula is wrong by so much at most.
+    scale = with_flags([]).peak / planned.peak if planned.peak < math.inf else 1 / 1.3
+    compute = run.learner.compute
+    free = [["--learner.compute.remat", "full"]] if compute.remat != "full" else []
+    free += [["--learner.compute.microbatch_rows", str(parts)]] if compute.microbatch_rows > parts else []
+    together = [word for step in free for word in step]
+    tried = [[], *free, together]
+    proposals = [] if run.learner.lora.rank else [["--learner.lora.rank", "16"]]
+    proposals += [] if run.learner.lora.base == "nf4" else [["--learner.lora.base", "nf4"]]
+    if planned.sampling is not None:
+        proposals.append(["--rollout.max_new_tokens", str(run.rollout.max_new_tokens // 2)])
+    proposed: list[str] = []
+    for step in proposals:
+        proposed = proposed + step
+        tried += [proposed, proposed + together]
+    for number, flags in enumerate(tried):
+        candidate = with_flags(flags)
+        slots = 1 << max(candidate.most("slots") // parts, 1).bit_length() - 1
+        fewer = planned.sampling is not None and FEWEST_SLOTS * parts <= slots * parts < run.rollout.engine.slots
+        if candidate.peak > scale * machine.chip.memory and fewer:
+            flags = [*flags, "--rollout.engine.slots", str(slots * parts)]
+            candidate = with_flags(flags)
+        if candidate.peak <= scale * machine.chip.memory:
+            learned = ", which changes the model that learns or what it may write" if number > len(free) + 1 else ""
+            return f"it fits with {' '.join(flags)}{learned} (by formula)"
+    return "no smaller setting makes it fit: take more devices, larger ones, or a smaller model"
 
 
 def select_phase(run: Any, number: int | None) -> Any:

@@ -184,11 +184,13 @@ def token_bytes(
     in_use = layer + 3 * scores + 2 * config.width * width
     if not update:
         return 0, in_use
-    products = config.width + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.active_width) * share
-    dots = 2 * config.width + products * (1 + adapted)
+    # Between matrix products ``tensor`` divides the positions of hidden states.
+    hidden = config.width * share
+    products = hidden + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.active_width) * share
+    dots = 2 * hidden + products * (1 + adapted)
     # Longer rows compute their scores again.
     every = layer + (scores if row_tokens <= SHORT else 0)
-    return {"full": config.width * width, "dots": dots * width, "none": every}[compute.remat] * config.layers, in_use
+    return {"full": hidden * width, "dots": dots * width, "none": every}[compute.remat] * config.layers, in_use
 
 
 MFU = "throughput/mfu"

@@ -185,7 +185,7 @@ def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
         cast = programs.bytes_per_device(planned.gathered) / 2
     tokens = layout.rows * layout.row_tokens / layout.parts
     positions = planned.packed.predictions.target.shape[-1]
-    logits = 3 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share
+    logits = 2 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share  # and their gradient, float32
     kept, in_use = token_bytes(compute, config, layout.row_tokens, share, frozen, update)
     layer, head = tokens * in_use, logits
     if mesh.shape["fsdp"] > 1:

@@ -5,8 +5,10 @@ import functools
 
 import jax
 import pytest
+from plan.tinyrun import CONFIG, tiny_run, with_learner
 
 from jaxrl_llm import config as configs
+from jaxrl_llm.cli.plan import smallest_change
 from jaxrl_llm.learner import Compute
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.plan.machines import parse_topology
@@ -22,10 +24,12 @@ COMPILED = [
     (GRPO, "l4:1", {"model": "Qwen/Qwen3-4B", "base": "nf4", "slots": 32} | ONE, 8.79, 4.82),
     (GRPO, "l4:1", {"model": "Qwen/Qwen2.5-0.5B"} | ONE, 9.20, 11.71),
     (GRPO, "v5e:1x1", {"model": "Qwen/Qwen3-1.7B", "base": "bf16"} | ONE, 12.14, 5.79),
+    (GRPO, "v5e:1x1", {"model": "google/gemma-3-1b-it", "base": "bf16", "slots": 32} | ONE, 3.21, 3.74),
     (GRPO, "v5e:4x4", {"rows": 16, "slots": 256}, 6.47, 5.49),
     (GRPO, "h100:8", {"rows": 8, "slots": 256, "remat": "none"}, 6.81, 26.12),
     (GRPO, "cpu", {"model": "Qwen/Qwen2.5-0.5B", "remat": "none"} | CPU, 9.82, 72.14),
     (GRPO, "cpu", {"model": "Qwen/Qwen2.5-0.5B", "remat": "dots", "base": "bf16"} | CPU, 2.62, 41.52),
+    pytest.param("dapo_qwen2_5_32b", "v5p:8x8x4", {}, None, 11.45, marks=pytest.mark.slow),
     pytest.param("quickstart", "cpu", {}, 2.46, 6.64, marks=pytest.mark.slow),
     pytest.param("quickstart", "v5e:2x2", {}, 1.40, 1.82, marks=pytest.mark.slow),
     pytest.param("sft_quickstart", "v5e:1x1", {}, None, 7.35, marks=pytest.mark.slow),
@@ -33,6 +37,7 @@ COMPILED = [
 ]
 """GiB while sampling and learning, by ``plan CONFIG --topology NAME`` with XLA of jax 0.10.2: adapters of rank 16 on a
 ``base``, ``learner.compute.microbatch_rows``, ``rollout.engine.slots``, ``tokens`` of a prompt and of a completion.
+None: not compiled, or nothing is sampled.
 """
 
 
@@ -61,7 +66,8 @@ def planned(name, topology, **changes):
 def test_the_formula_is_near_what_the_compiler_said(name, topology, changes, sampling, learning):
     compiled = {"sampling": sampling, "learning": learning}
     for half, memory in planned(name, topology, **changes).halves.items():
-        assert compiled[half] / 1.3 < memory.total / GIB < 1.3 * compiled[half], half
+        known = compiled[half]
+        assert known is None or known / 1.3 < memory.total / GIB < 1.3 * known, half
 
 
 def test_the_frozen_model_is_there_once_and_the_sampler_has_adapters_alone():
@@ -70,6 +76,21 @@ def test_the_frozen_model_is_there_once_and_the_sampler_has_adapters_alone():
     assert plan.sampling.sampled < 0.01 * plan.sampling.weights
     assert 5.5 < packed.sampling.weights / GIB < 6, "embedding and head stay as they are"
     assert packed.parameters == plan.parameters == (8_190_735_360,) * 2, "weights, not what they are packed in"
+
+
+@pytest.mark.filterwarnings("ignore:get_parser")
+@pytest.mark.parametrize(
+    ("slots", "remat", "change"),
+    [(128, "full", "--rollout.engine.slots 64"), (8, "none", "--learner.compute.remat full")],
+)
+def test_a_run_that_does_not_fit_is_told_the_smallest_change(slots, remat, change):
+    run = tiny_run((1, 1, 1), slots=slots)
+    machine = parse_topology("h100:1")
+    run = with_learner(run, compute=dataclasses.replace(run.learner.compute, remat=remat, microbatch_rows=1))
+    peak = plan_run(run, CONFIG, machine, None, None, False).peak
+    small = dataclasses.replace(machine, chip=dataclasses.replace(machine.chip, memory=0.95 * peak))
+    line = smallest_change(plan_run(run, CONFIG, small, None, None, False), CONFIG, None)
+    assert line == f"it fits with {change} (by formula)"
 
 
 def test_layers_are_separate_only_where_their_stack_fits_too():
