@@ -264,6 +264,8 @@ FEW_SLOTS, MIN_COLUMNS, MIN_PROMPT_COLUMNS, MIN_COLUMNS_FEW_SLOTS = 16, 64, 32, 
 """Minimum sizes of the batch, cache and prompts of a chunk, since smaller ones save little. The last number is the
 minimum of cache and prompts with so few slots.
 """
+FEW_BYTES = 2**30
+"""Bytes of keys and values of a small cache."""
 ALIGN_FROM_COLUMNS, COLUMN_ALIGNMENT = 1024, 128
 """Columns of a cache: from the first number on they are a multiple of the second."""
 LOOK_AHEAD = 32
@@ -438,13 +440,21 @@ def plan_slots(
 
 def cache_shape(spec: EngineSpec, sampling: Sampling) -> tuple[int, int]:
     """Return rows and columns of the cache: the most that may be needed, for it is allocated once and never copied."""
-    # With few slots it is small, and one size then serves whatever the sampler is asked for.
-    few = spec.slots <= FEW_SLOTS and not spec.strict
-    columns = spec.chunk + (spec.max_length if few else sampling.max_new_tokens)
+    columns = spec.chunk + (spec.max_length if has_one_shape(spec) else sampling.max_new_tokens)
     if spec.form is not None:
         return spec.slots, whole_blocks(columns)
     # TPUs store numbers by 128: a cache of other sizes has another layout than prompts, which are then transposed.
     return spec.slots, columns if columns < ALIGN_FROM_COLUMNS else -(-columns // COLUMN_ALIGNMENT) * COLUMN_ALIGNMENT
+
+
+def has_one_shape(spec: EngineSpec) -> bool:
+    """Whether prompts and completions each have room for the longest sequence, so that one shape of the cache serves
+    whatever the sampler is asked for: where the cache is small.
+    """
+    attention = spec.config.attention
+    token_bytes = 2 * spec.config.layers * attention.kv_heads * attention.head_dim * np.dtype(spec.dtype).itemsize
+    few = spec.slots <= FEW_SLOTS and not spec.strict
+    return few and spec.slots * spec.max_length * token_bytes <= FEW_BYTES
 
 
 def chunk_shape(
@@ -461,7 +471,7 @@ def chunk_shape(
         return SlotShape(slots, longest, 0, prompts, parts, spec.group)
     rows, blocks = rows_and_blocks(spec, requests, previous)
     if spec.form is not None:  # what is not live costs nothing, so that the slots' number alone compiles anything
-        prompts = spec.max_length - (0 if slots <= FEW_SLOTS else sampling.max_new_tokens)
+        prompts = spec.max_length - (0 if has_one_shape(spec) else sampling.max_new_tokens)
         return SlotShape(rows, longest, 0, whole_blocks(prompts), parts, spec.group)
     # What the chunk before has sampled is not known yet.
     columns = max(request.columns for request in requests) + spec.chunk * (2 if unread else 1)

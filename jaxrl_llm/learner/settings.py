@@ -159,14 +159,15 @@ class Compute(Setting):
         fsdp. 0 chooses, at each start, for the mesh and the memory of its devices.
       row_tokens: tokens S of a row, at least the longest prompt with its completion; divided by the mesh's tensor. 0
         chooses.
-      remat: what of a layer the backward pass recomputes: "none", "dots" (all but matrix products) or "full" (all).
+      remat: what of a layer the backward pass recomputes: "none", "dots" (all but matrix products) or "full" (all);
+        "offload" is "full" with what a layer begins with in the host's memory, for long rows.
       attention: "xla" everywhere, "splash" on TPUs, "triton" or "cudnn" on GPUs; "auto": the first that fits the model.
       dtype: of matrix products and activations; sums, softmax and logits are float32.
     """
 
     microbatch_rows: Annotated[int, Count(0), FREE] = 0
     row_tokens: Annotated[int, Count(0), FREE] = 0
-    remat: Annotated[str, FREE, Choice("none", "dots", "full", unknown=True)] = "full"
+    remat: Annotated[str, FREE, Choice("none", "dots", "full", "offload", unknown=True)] = "full"
     attention: Annotated[str, FREE, Choice("auto", "xla", "splash", "triton", "cudnn", unknown=True)] = "auto"
     dtype: Annotated[str, Choice("float32", "bfloat16", unknown=True)] = "float32"
 

@@ -251,7 +251,7 @@ class ComputeOptions:
 
     Attributes:
       dtype: of matrix products and activations.
-      remat: "none", "full" or "dots": what the backward pass recomputes (``decoder.REMAT``).
+      remat: "none", "full", "dots" or "offload": what the backward pass recomputes (``decoder.REMAT``).
       attention: "xla", "splash", "triton" or "cudnn".
       unroll: every layer has its own part of the program; otherwise one loop body serves all.
       interpret: XLA computes the attention of another platform's kernels on this one, slowly: for tests.

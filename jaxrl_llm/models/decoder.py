@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_llm.models import experts, layers
 from jaxrl_llm.models.config import ADAPTABLE, ComputeOptions, ModelConfig
@@ -26,8 +27,14 @@ REMAT = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-}
-"""Checkpoint policies by name: the backward pass keeps all of a layer, only its input, or its matrix products."""
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=(), names_which_can_be_offloaded=("layer_input",),
+        offload_src="device", offload_dst="pinned_host",
+    ),
+}  # fmt: skip
+"""Checkpoint policies by name: the backward pass keeps all of a layer, only its input, its matrix products, or its
+input in the host's memory.
+"""
 
 
 INPUTS = {"attn/o": 2}
@@ -321,6 +328,7 @@ def routed(
 
     def apply_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, jax.Array | None]:
         w, rotation, window, forced = per_layer
+        x = checkpoint_name(x, "layer_input")
         w = gather_layer(add_adapter(w, x.dtype) if getattr(getattr(w, "adapter", None), "merged", False) else w)
         attend: Any = functools.partial(attention, window=window)
         x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend, forced, compute)

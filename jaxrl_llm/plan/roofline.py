@@ -165,7 +165,7 @@ def step_work(
     )  # fmt: skip
 
 
-REMAT_PASSES = {"none": 0.0, "dots": 0.0, "full": 1.0}
+REMAT_PASSES = {"none": 0.0, "dots": 0.0, "full": 1.0, "offload": 1.0}
 """Forward passes that the backward pass recomputes; "dots" repeats no matrix product."""
 
 

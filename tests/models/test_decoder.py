@@ -112,7 +112,7 @@ def test_windows_of_all_layers_bound_what_is_seen():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", ["dots", "full", "offload"])
 @pytest.mark.parametrize("kind", ["plain", "gemma"])
 def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
     model, rows = tiny(kind), packed_row(24)[0]
