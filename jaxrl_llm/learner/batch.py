@@ -146,14 +146,14 @@ class Layout:
     sequences: int = 1
     predictions: int = 0
 
-    def with_room(self, samples: Sequence["Sample"]) -> "Layout":
+    def with_room(self, samples: Sequence["Sample"], room: int = ROOM) -> "Layout":
         """Return the layout with room for an update of as many samples as these, which are at their longest. Shorter
         ones fill fewer microbatches, of more completions each: B is all of them while an array of float32[M, B, T]
-        takes no more than ``ROOM`` bytes, and those that share a prompt fill the row behind it.
+        takes no more than ``room`` bytes, and those that share a prompt fill the row behind it.
         """
         batches = assign_rows(samples, self)
         least = max(len(row_order(batch)) for batch in batches)
-        most = ROOM // (4 * len(batches) * self.completion_tokens)
+        most = room // (4 * len(batches) * self.completion_tokens)
         sequences = max(least, min(len(samples), most))
         prompts = {Prompt(sample.prompt, sample.prompt_arrays).key: len(sample.prompt) for sample in samples}
         predictions = padded_predictions(batches, self)

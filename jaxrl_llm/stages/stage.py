@@ -138,14 +138,15 @@ class Stage:
         return state, metrics | utilisation(state, samples, training, run.learner.minibatches, metrics, devices)
 
     def planned_samples(self, state: TrainState) -> list[Sample]:
-        """Return the samples of an update, with the names and the shapes that those of a step have."""
-        raise NotImplementedError
+        """Return the samples of an update, with the names and the shapes that those of a step have; none if unknown."""
+        return []
 
     def compile_ahead(self, state: TrainState, coefficients: Mapping[str, float]) -> None:
         """Begin to compile the updates in threads: the first ones wait for them."""
         others = kl_arrays(state, self.training, self.measures_kl, self.run.output.monitor_kl)
-        samples, settings = self.planned_samples(state), self.run.learner
-        compile_ahead(state, samples, settings, self.forward, self.training, dict(coefficients), others)
+        if samples := self.planned_samples(state):
+            numbers = dict(coefficients)
+            compile_ahead(state, samples, self.run.learner, self.forward, self.training, numbers, others)
 
     def evaluate(self, policy: Any, first: bool = False) -> EvaluationReport | None:
         """Evaluate the live model; None without anything to test on. ``first``: whether it is before the first step."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from learner.rollouts import sample
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.learner import Layout, batch, pack
+from jaxrl_llm.learner import Layout, pack
 from jaxrl_llm.learner.batch import sample_rows
 
 T, S = 5, 14
@@ -138,13 +138,12 @@ def test_shorter_completions_have_the_shapes_of_the_longest(samples, rows):
     assert pack(samples, layout).mask.shape == (layout.microbatches, len(samples), T)
 
 
-def test_room_for_all_completions_is_bounded_by_bytes(monkeypatch):
+def test_room_for_all_completions_is_bounded_by_bytes():
     samples = [sample(np.ones(3, np.int32), np.zeros(T, np.int32), np.ones(T, bool), np.zeros(T, np.float32), 0.0)] * 9
     layout = Layout(1, 3 + 3 * T, T).with_room(samples)
     assert (layout.microbatches, layout.sequences) == (3, 9)
     for most, sequences in ((7, 7), (2, 3)):
-        monkeypatch.setattr(batch, "ROOM", most * 4 * 3 * T)
-        assert Layout(1, 3 + 3 * T, T).with_room(samples).sequences == sequences
+        assert Layout(1, 3 + 3 * T, T).with_room(samples, room=most * 4 * 3 * T).sequences == sequences
 
 
 def test_the_longest_that_fits_and_one_more():

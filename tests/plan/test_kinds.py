@@ -213,10 +213,11 @@ def test_what_is_planned_is_what_is_trained(name, tmp_path):
     ):
         made = stage.prepare(run, model, tokenizer, mesh, resources, progress, ALONE)
         groups = [made.samples_of(made.rows[0], 0, number) for number in range(run.batch.rows)]
+    sizes = ("microbatches", "sequences", "predictions")
     planned, layout = one.outline.forward, made.forward.layout
-    assert (layout.microbatches, layout.sequences) <= (planned.layout.microbatches, planned.layout.sequences)
-    room = dataclasses.replace(layout, microbatches=planned.layout.microbatches, sequences=planned.layout.sequences)
-    assert dataclasses.replace(made.forward, layout=room) == planned
+    room = {name: getattr(planned.layout, name) for name in sizes}
+    assert all(getattr(layout, name) <= most for name, most in room.items())
+    assert dataclasses.replace(made.forward, layout=dataclasses.replace(layout, **room)) == planned
     assert [t.objectives for t in made.training] == [t.objectives for t in one.outline.training]
     names = tuple(objective.name for t in made.training for objective in t.objectives)
     packed = made.forward.packed([sample for group in groups for sample in group], names)
