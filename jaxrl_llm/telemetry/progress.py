@@ -118,6 +118,7 @@ class CompileWatch:
         self._reading: set[int] = set()  # threads, within a program that the cache has
         self._lock = threading.Lock()
         self._own = threading.get_ident()
+        self._since = [0, 0.0]  # programs and seconds of all threads, since ``take``
         self._open: dict[int, list[tuple[str, float]]] = {}  # by thread: what is traced may trace other programs
 
     def __enter__(self) -> "CompileWatch":
@@ -134,6 +135,12 @@ class CompileWatch:
         jax.monitoring.unregister_scalar_listener(self._begins)
         jax.monitoring.unregister_event_listener(self._happens)
         jax.monitoring.unregister_event_duration_listener(self._ends)
+
+    def take(self) -> dict[str, float]:
+        """Return the programs that were made or read since the last call, and the seconds of that, as metrics."""
+        with self._lock:
+            (programs, spent), self._since = self._since, [0, 0.0]
+        return {"time/programs": float(programs), "time/compile_s": spent}
 
     def slower(self, step: int) -> str:
         """Return a note that this first step takes longer; empty if all large programs came from the cache."""
@@ -176,10 +183,12 @@ class CompileWatch:
             if what == COMPILE:
                 self._reading.discard(threading.get_ident())
                 self.read += read
+                self._since[0] += 1
                 self.compiled += not read and duration_secs >= 1.0  # the least that JAX keeps in its cache
             if programs:
                 return
             self.seconds += duration_secs * (threading.get_ident() == self._own)
+            self._since[1] += duration_secs
         if duration_secs >= MIN_REPORTED_S:
             done = f"read {name} from JAX's cache" if read else f"{DONE.get(what, what)} {name}"
             log.info("%s in %.1f s", done, duration_secs)

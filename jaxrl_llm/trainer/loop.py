@@ -155,6 +155,7 @@ def run_phase(context: RunContext, cursor: Cursor) -> tuple[int, str] | None:
                     return PREEMPTED, f"stopped within step {step}, state and samples saved: {RESUME_HINT}"
                 row |= cursor.host.coefficients | {"step": step} | cursor.row
                 row["time/step_s"] = time.perf_counter() - step_began
+                row |= context.progress.compiling.take()
                 context.update_s = row["time/update_s"]
                 context.progress.step(row)
                 if context.schedule.evaluates(step):
