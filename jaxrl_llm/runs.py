@@ -190,23 +190,26 @@ def current_phase(directory: Path) -> int:
     return phase_of(places[max(places)]) if places else 0
 
 
-MODEL_CHECKER: contextvars.ContextVar[Callable[[str, str, Any], None] | None] = contextvars.ContextVar(
+MODEL_CHECKER: contextvars.ContextVar[Callable[[str, str, str], None] | None] = contextvars.ContextVar(
     "model_checker", default=None
 )
 """Checks the models of the run in training, in this thread: ``load_model`` calls it with what it reads."""
 
 
-def load_model(name: str, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
+def load_model(name: str, dtype: str, mesh: Any, pack: Any = None) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) by any name that ``load_pretrained`` knows, or by ``RUN`` or ``RUN@STEP``. A
-    reward model is a ``ScalarModel``. With an abstract mesh the arrays are only shapes. InputError: the model cannot be
-    found, read or used; or its weights differ from those that the run in training began with.
+    reward model is a ``ScalarModel``. With an abstract mesh the arrays are only shapes. ``pack``: a ``BasePacker``.
+    InputError: the model cannot be found, read or used; or its weights differ from those that the run in training began
+    with.
     """
     trained = find_run(name)
     if trained is not None and trained.step:
         return load_trained(trained, mesh, dtype)
-    model, tokenizer = load_either(name, dtype, mesh) if trained is None else load_trained(trained, mesh, dtype)
+    model, tokenizer = (
+        load_either(name, dtype, mesh, pack=pack) if trained is None else load_trained(trained, mesh, dtype)
+    )
     if (check := MODEL_CHECKER.get()) is not None and not only_shapes(mesh):
-        check(name, dtype, model)
+        check(name, dtype, weights_digest(model) if pack is None or not pack.checksums else pack.digest)
     return model, tokenizer
 
 
@@ -457,11 +460,11 @@ def model_changed_error(
     )
 
 
-def model_checker(loaded: LoadedConfig, directory: Path, peers: Peers) -> Callable[[str, str, Any], None]:
+def model_checker(loaded: LoadedConfig, directory: Path, peers: Peers) -> Callable[[str, str, str], None]:
     """Return a function that compares the weights of a model with its pin, or records their fingerprint in config.json.
-    It takes the place from which a model was loaded, its dtype, and the model; InputError: the weights differ from
-    those of the previous start. ``loaded``: the run, with the pins from ``decide_model_versions`` in its origin.
-    ``peers``: all of them read, and the first one decides and writes.
+    It takes the place from which a model was loaded, its dtype, and its ``weights_digest``; InputError: the weights
+    differ from those of the previous start. ``loaded``: the run, with the pins from ``decide_model_versions`` in its
+    origin. ``peers``: all of them read, and the first one decides and writes.
     """
     models = dict(loaded.origin.models)
     names = {place_of(name, loaded.origin, loaded.directory): name for name in models}
@@ -477,9 +480,8 @@ def model_checker(loaded: LoadedConfig, directory: Path, peers: Peers) -> Callab
             data["origin"]["models"] = {name: dataclasses.asdict(pin) for name, pin in models.items()}
             configs.write(directory / "config.json", data)
 
-    def check(place: str, dtype: str, model: Any) -> None:
+    def check(place: str, dtype: str, digest: str) -> None:
         if place in names:
-            digest = weights_digest(model)
             peers.first(lambda: settle(names[place], dtype, digest))
 
     return check

@@ -33,7 +33,7 @@ from jaxrl_llm.models.config import ComputeOptions, Lora
 from jaxrl_llm.models.decoder import Decoder, cast
 from jaxrl_llm.models.heads import ScalarModel, split_head
 from jaxrl_llm.models.lora import create_adapter, freeze_base, frozen_base, model_of, with_adapter
-from jaxrl_llm.sharding import as_shapes, shardings
+from jaxrl_llm.sharding import as_shapes, replicated, shardings
 from jaxrl_llm.sharding.rules import checksums_by_name
 from jaxrl_llm.types import NOT_FINITE, Role, TrainState
 
@@ -230,6 +230,7 @@ def create_state(
     lora: Lora = Lora(),
     seed: int = 0,
     others: Sequence[NewRole] = (),
+    checksums: dict[str, jax.Array] | None = None,
 ) -> TrainState:
     """Create a state laid out on the mesh; the reference, if any, and every role have buffers of their own.
 
@@ -240,6 +241,7 @@ def create_state(
       reference: whether the state has one.
       seed: of the adapter's first values.
       others: roles in addition to the policy.
+      checksums: of the base as it was read, by path, if it is packed.
     """
     layout = shardings(abstract_state(model, optimiser, reference, lora, others), mesh)
 
@@ -247,7 +249,10 @@ def create_state(
     # Each result of a compiled program has a buffer of its own.
     initialise = functools.partial(fresh_state, optimiser, reference, lora, seed, others)
     create = jax.jit(initialise, out_shardings=layout, donate_argnums=(0, 1))
-    return freeze_base(create(*jax.device_put(models, shardings(models, mesh))), lora, mesh)
+    state = create(*jax.device_put(models, shardings(models, mesh)))
+    if checksums:
+        state = state.with_role("policy", checksums=jax.device_put(checksums, replicated(mesh)))
+    return freeze_base(state, lora, mesh)
 
 
 def abstract_state(

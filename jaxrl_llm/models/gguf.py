@@ -71,8 +71,12 @@ SPECIAL_KEYS = types.MappingProxyType({"bos": "bos", "eos": "eos", "pad": "paddi
 Change = Callable[[np.ndarray], np.ndarray]
 
 
-def load_gguf(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None) -> tuple[Any, Any | None]:
-    """Return (model, tokenizer or None) of a GGUF file, dequantised to ``dtype`` and laid out on the mesh."""
+def load_gguf(
+    path: str | os.PathLike, dtype: str = "float32", mesh: Any = None, pack: Any = None
+) -> tuple[Any, Any | None]:
+    """Return (model, tokenizer or None) of a GGUF file, dequantised to ``dtype`` and laid out on the mesh. ``pack``:
+    see ``weights.read_parameters``.
+    """
     from jaxrl_llm.models.decoder import Decoder
     from jaxrl_llm.models.hf import with_special_ids
     from jaxrl_llm.models.weights import read_parameters
@@ -80,7 +84,7 @@ def load_gguf(path: str | os.PathLike, dtype: str = "float32", mesh: Any = None)
     attributes, stored, tokenizer = read_gguf(path)
     with _as_input_error(Path(path)):
         config = with_special_ids(read_config(attributes), {}, tokenizer)
-        return Decoder(config, read_parameters(config, stored, dtype, mesh)), tokenizer
+        return Decoder(config, read_parameters(config, stored, dtype, mesh, pack=pack)), tokenizer
 
 
 def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, StoredTensor], Any | None]:

@@ -407,9 +407,10 @@ def write_scaling(scaling: Llama3Rope | Yarn | float | None) -> dict[str, Any] |
     return None if scaling is None else {"rope_type": "linear", "factor": float(scaling)}
 
 
-def load_directory(directory: Path, dtype: str, mesh: Any) -> tuple[Any, Any | None]:
+def load_directory(directory: Path, dtype: str, mesh: Any, pack: Any = None) -> tuple[Any, Any | None]:
     """Load (model, tokenizer or None) from a Hugging Face directory, parameters in ``dtype`` and laid out on the mesh.
-    The model is a ``Decoder``, or the ``ScalarModel`` of a sequence classifier with one label.
+    The model is a ``Decoder``, or the ``ScalarModel`` of a sequence classifier with one label. ``pack``: see
+    ``weights.read_parameters``.
     """
     from jaxrl_llm.models.decoder import Decoder
     from jaxrl_llm.models.heads import with_scalar_head
@@ -420,7 +421,7 @@ def load_directory(directory: Path, dtype: str, mesh: Any) -> tuple[Any, Any | N
     tokenizer = load_tokenizer(directory)
     config = with_special_ids(config, weights.read_object(generation) if generation.is_file() else {}, tokenizer)
     parameters = weights.read_parameters(
-        config, weights.open_checkpoint(directory), dtype, mesh, is_reward_model(attributes)
+        config, weights.open_checkpoint(directory), dtype, mesh, is_reward_model(attributes), pack
     )
     scalar = parameters.pop("scalar", None)
     decoder = Decoder(config, parameters)

@@ -26,9 +26,10 @@ from jaxrl_llm.models.decoder import (
     unstack_layers,
 )
 from jaxrl_llm.models.heads import ScalarModel, split_head, with_scalar_head
-from jaxrl_llm.models.quantised import quantise
+from jaxrl_llm.models.quantised import QuantisedMatrix, quantise
 from jaxrl_llm.sharding import platform_of, shardings
 from jaxrl_llm.sharding.mesh import device_memory
+from jaxrl_llm.sharding.rules import digest_of_checksums, weight_checksums
 from jaxrl_llm.types import TrainState
 
 
@@ -79,6 +80,31 @@ def without_adapter(model: Decoder) -> Decoder:
     return attach_adapter(model, Adapter(1.0, {}, blocks.adapter.merged)) if hasattr(blocks, "adapter") else model
 
 
+class BasePacker:
+    """Packs the matrices of a frozen model one stack after the other, as they are read: ``weights.read_parameters``.
+    ``checksums``: of all arrays as they were read, by path.
+    """
+
+    def __init__(self, lora: Lora):
+        self._kind = lora.base
+        self.checksums: dict[str, jax.Array] = {}
+
+    def __call__(self, path: str, array: jax.Array) -> Any:
+        """Return the packed form of the array, which is deleted, or the array itself if its kind is not packed."""
+        self.checksums[path] = jax.block_until_ready(weight_checksums(array))
+        target = path.removeprefix("blocks/")
+        if target not in ADAPTED:
+            return array
+        packed = jax.block_until_ready(quantise(self._kind, array, INPUTS.get(target, 1)))
+        array.delete()
+        return packed
+
+    @property
+    def digest(self) -> str:
+        """Return the ``weights_digest`` of the model as it was read."""
+        return digest_of_checksums(self.checksums)
+
+
 SEPARATE_SHARE = 0.6
 """The share of a GPU's memory that separate layers, and what the learner stacks of them, may take together."""
 
@@ -94,9 +120,10 @@ def frozen_form(base: Decoder, lora: Lora, mesh: Any) -> Decoder:
         require(dense, f"learner.lora.base {lora.base} is for models without experts: set it to bf16")
         parameters = to_parameters(base)
         for part, name in (target.split("/") for target in ADAPTED):
-            if part in parameters["blocks"]:
+            stack = parameters["blocks"].get(part, {}).get(name)
+            if stack is not None and not isinstance(stack, QuantisedMatrix):
                 inputs = INPUTS.get(f"{part}/{name}", 1)
-                parameters["blocks"][part][name] = quantise(lora.base, parameters["blocks"][part][name], inputs)
+                parameters["blocks"][part][name] = quantise(lora.base, stack, inputs)
         return Decoder(base.config, parameters)
     platform = platform_of(mesh)
     if platform == "cpu":

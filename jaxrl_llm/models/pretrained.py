@@ -252,10 +252,15 @@ def load_scalar(
 
 
 def load_either(
-    path_or_name: str | os.PathLike, dtype: str = "float32", mesh: Any = None, scores: bool | None = None
+    path_or_name: str | os.PathLike,
+    dtype: str = "float32",
+    mesh: Any = None,
+    scores: bool | None = None,
+    pack: Any = None,
 ) -> tuple[Any, Any | None]:
     """Load either kind of model: a ``Decoder`` like ``load_pretrained``, or a ``ScalarModel`` like ``load_scalar``.
-    ``scores``: refuse one that gives no scores (True), or one that does (False), before its weights are read.
+    ``scores``: refuse one that gives no scores (True), or one that does (False), before its weights are read. ``pack``:
+    see ``weights.read_parameters``; models that are built in, and those with an adapter of their own, are read whole.
     """
     from jaxrl_llm.models.gguf import load_gguf
     from jaxrl_llm.models.heads import split_head
@@ -289,9 +294,11 @@ def load_either(
         "...ForSequenceClassification with one label, or begin a new one with fresh=True",
     )
     if path.is_dir():
-        model, tokenizer = load_directory(path, dtype, mesh)
+        model, tokenizer = load_directory(path, dtype, mesh, pack)
     else:
-        model, tokenizer = load_gguf(path, dtype, mesh) if name.endswith(".gguf") else BUILTIN[name].load(dtype, mesh)
+        model, tokenizer = (
+            load_gguf(path, dtype, mesh, pack) if name.endswith(".gguf") else BUILTIN[name].load(dtype, mesh)
+        )
     return model, None if tokenizer is None else limit_vocab(tokenizer, split_head(model)[0].config.vocab_size)
 
 

@@ -12,7 +12,7 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +73,16 @@ def to_hf(tensor: Tensor, array: np.ndarray, sizes: Mapping[str, int]) -> np.nda
 
 
 def read_parameters(
-    config: ModelConfig, stored: Mapping[str, StoredTensor], dtype: str, mesh: Any = None, scalar: bool = False
+    config: ModelConfig,
+    stored: Mapping[str, StoredTensor],
+    dtype: str,
+    mesh: Any = None,
+    scalar: bool = False,
+    pack: Callable[[str, Any], Any] | None = None,
 ) -> dict[str, Any]:
     """Read our nested dict of JAX arrays in one dtype, each laid out on the mesh by the rules of ``sharding``. Without
-    a mesh they are on the default device. A reward model (``scalar``) has ``scalar`` [D], and no LM head. InputError
+    a mesh they are on the default device. A reward model (``scalar``) has ``scalar`` [D], and no LM head. ``pack``
+    maps the path of each array and the array to what takes its place before the next is read. InputError
     names a missing, unknown or misshapen tensor.
     """
     import jax.numpy as jnp
@@ -96,6 +102,8 @@ def read_parameters(
         else:
             layout = layout_of(tensor.path.replace(".", "/"), shape, mesh)
             leaves[tensor.path] = from_parts(shape, kind, layout, read)
+        if pack is not None:
+            leaves[tensor.path] = pack(tensor.path.replace(".", "/"), leaves[tensor.path])
     return traverse_util.unflatten_dict(leaves, sep=".")
 
 

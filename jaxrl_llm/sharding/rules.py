@@ -199,7 +199,13 @@ def checksums_by_name(model: Any) -> dict[str, jax.Array]:
 
 def weights_digest(model: Any) -> str:
     """Return 16 hexadecimal digits that identify the weights; results computed from a model are stored under them."""
-    return digest_of_parts(jax.tree.leaves(jax.device_get(weight_checksums(model))))
+    return digest_of_checksums(checksums_by_name(model))
+
+
+def digest_of_checksums(checksums: dict[str, jax.Array]) -> str:
+    """Return the ``weights_digest`` of a model with these checksums, by parameter path."""
+    paths = sorted(checksums, key=lambda path: path.split("/"))
+    return digest_of_parts([jax.device_get(checksums[path]) for path in paths])
 
 
 def _checksum(x: jax.Array) -> jax.Array:

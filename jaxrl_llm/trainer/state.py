@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ from jaxrl_llm.diagnosis.history import ROLLED_BACK
 from jaxrl_llm.errors import InputError, naming, one_line, require
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import NewRole, reset_optimiser, reset_reference, with_reference
-from jaxrl_llm.models.decoder import initialise
+from jaxrl_llm.models.decoder import initialise, parameter_shapes
 from jaxrl_llm.models.heads import split_head
-from jaxrl_llm.models.lora import freeze_base
+from jaxrl_llm.models.lora import BasePacker, freeze_base
 from jaxrl_llm.models.peft import precision_warnings
 from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
 from jaxrl_llm.rules.guards import ENDED
@@ -271,7 +271,8 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
         weights = start is None or needs_base(run, context.directory)
         first_weights = context.weights if start is None and not run.learner.lora.rank else None
         name = run.model if first_weights is None or first_weights.step else f"{first_weights.run}@0"
-        model, tokenizer = load_model(name, run.learner.initial_dtype, mesh if weights else mesh.abstract_mesh)
+        packer = BasePacker(run.learner.lora) if weights and run.learner.lora.packed else None
+        model, tokenizer = load_model(name, run.learner.initial_dtype, mesh if weights else mesh.abstract_mesh, packer)
         trained = as_trained(run, model)
     else:
         model, tokenizer = policy_base(cursor.state), cursor.tokenizer
@@ -286,8 +287,10 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
         if start is not None:
             progress.status(f"restoring step {start}")
         # of shapes, or of arrays which are consumed below
-        parameters = sum(array.size for array in jax.tree.leaves(trained))
-        state, host = create_or_restore(run, stage, trained, context.store, start, mesh, context.weights, progress.note)
+        parameters = sum(map(math.prod, parameter_shapes(split_head(trained)[0].config).values()))
+        checksums = packer.checksums if packer else None
+        places = context.store, start, mesh, context.weights
+        state, host = create_or_restore(run, stage, trained, checksums, *places, progress.note)
         if start is not None and (progress_json := read_step_progress(context.directory, start)):
             host = LoopState.from_json(progress_json, stage.records)
         check_problems(host.problems, stage.problems, stage.label)
@@ -340,20 +343,23 @@ def create_or_restore(
     run: configs.Configuration,
     stage: Stage,
     model: Any,
+    checksums: Mapping[str, Any] | None,
     store: Checkpoints,
     start: int | None,
     mesh: Any,
     weights: configs.Start | None,
     note: Callable[[str], None],
 ) -> tuple[TrainState, LoopState]:
-    """Return a fresh state, or that of step ``start``; ``model`` is consumed, or read for its shapes only."""
+    """Return a fresh state, or that of step ``start``; ``model`` is consumed, or read for its shapes only.
+    ``checksums``: of a model that was packed as it was read.
+    """
     if start is not None:
         like = planned_state(run, model, stage.training, stage.reference)
-        state, host = restore_state(store, start, like, mesh, (split_head(model)[0], None), stage)
+        state, host = restore_state(store, start, like, mesh, (split_head(model)[0], checksums or None), stage)
         return freeze_base(state, run.learner.lora, mesh), host
     others = [role.begins for role in stage.training if role.begins is not None]
     optimiser = build(run.learner.optimiser)
-    state = learner.create_state(model, optimiser, stage.reference, mesh, run.learner.lora, run.seed, others)
+    state = learner.create_state(model, optimiser, stage.reference, mesh, run.learner.lora, run.seed, others, checksums)
     if weights is not None:
         state = take_weights(state, run, weights, mesh, note)
         if weights.step:

@@ -18,10 +18,12 @@ from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import quantised
 from jaxrl_llm.models.config import Attention, ComputeOptions, Lora, ModelConfig
 from jaxrl_llm.models.decoder import cast, initialise, logits, to_parameters
-from jaxrl_llm.models.lora import create_adapter, frozen_form, merge, with_adapter
+from jaxrl_llm.models.hf import save_pretrained
+from jaxrl_llm.models.lora import BasePacker, create_adapter, frozen_form, merge, with_adapter
+from jaxrl_llm.models.pretrained import load_either
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.sharding.rules import parameter_path
+from jaxrl_llm.sharding.rules import checksums_by_name, parameter_path, weights_digest
 
 CONFIG = ModelConfig("llama", VOCAB, 64, 3, 192, Attention(4, 2, 16))
 BASE = cast(initialise(CONFIG, jax.random.key(0), scale=0.1), "bfloat16")
@@ -153,6 +155,18 @@ def test_nothing_of_a_matrix_is_hoisted_out_of_the_loop_over_layers():
         return jax.jit(gradient).lower(held(kind)).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries("nf4") - temporaries("int8") < 8 * 4 * 64 * 192
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_base_is_packed_as_it_is_read(kind, tmp_path):
+    save_pretrained(BASE, None, tmp_path / "model")
+    lora = Lora(rank=2, base=kind)
+    packer = BasePacker(lora)
+    packed, _ = load_either(tmp_path / "model", "bfloat16", one_device(), pack=packer)
+    assert packer.digest == weights_digest(BASE) and packer.checksums.keys() == checksums_by_name(BASE).keys()
+    assert isinstance(packed.weights.blocks.mlp.up, quantised.QuantisedMatrix)
+    wanted = frozen_form(BASE, lora, one_device())
+    jax.tree.map(np.testing.assert_array_equal, frozen_form(packed, lora, one_device()), wanted)
 
 
 def test_what_cannot_be_packed_is_refused():
