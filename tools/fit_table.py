@@ -11,7 +11,7 @@ import dataclasses
 from jaxrl_llm import config as configs
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.plan.machines import parse_topology, prepare_compilers
-from jaxrl_llm.plan.planning import plan_run
+from jaxrl_llm.plan.planning import plan_run, with_engine
 from jaxrl_llm.plan.programs import find_model_config
 
 CARDS = ("t4:1", "v5e:1x1", "l4:1", "a100-40:1", "h100:1")
@@ -21,7 +21,6 @@ MODELS = (
     "Qwen/Qwen3-32B",
 )  # fmt: skip
 WAYS = (Lora(), Lora(16), Lora(16, base="nf4"))
-MOST = 64
 
 
 def slots_that_fit(model: str, card: str, lora: Lora) -> str:
@@ -30,19 +29,10 @@ def slots_that_fit(model: str, card: str, lora: Lora) -> str:
     run = configs.resolved(configs.find_config("grpo_qwen2_5_1_5b_gsm8k").run)
     dtype = "bfloat16" if machine.chip.bfloat16 else "float32"
     learner = dataclasses.replace(run.learner, lora=lora).computing(microbatch_rows=1, dtype=dtype)
-    run = dataclasses.replace(run, model=model, learner=learner)
-    slots = MOST
-    while slots >= 8:
-        rollout = dataclasses.replace(run.rollout, engine=dataclasses.replace(run.rollout.engine, slots=slots))
-        plan = plan_run(
-            dataclasses.replace(run, rollout=rollout), find_model_config(model)[0], machine, None, None, False
-        )
-        if plan.fits:
-            return str(slots)
-        if plan.learning.total > machine.chip.memory:
-            break
-        slots = min(slots // 2, 1 << plan.most("slots").bit_length())
-    return "-"
+    run = with_engine(dataclasses.replace(run, model=model, learner=learner), slots=0)
+    plan = plan_run(run, find_model_config(model)[0], machine, None, None, False)
+    slots = plan.run.rollout.engine.slots
+    return str(slots) if plan.fits and slots >= 8 else "-"
 
 
 if __name__ == "__main__":

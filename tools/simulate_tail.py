@@ -45,6 +45,7 @@ from jaxrl_llm.cli.plan import plan_settings
 from jaxrl_llm.engine.scheduler import EngineSpec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.plan.machines import parse_topology
+from jaxrl_llm.plan.planning import choose_slots
 from jaxrl_llm.plan.programs import bytes_per_device, find_model_config, planned_run
 from jaxrl_llm.rewards import Failures, Scores
 from jaxrl_llm.rollout.collect import collect_groups
@@ -160,7 +161,8 @@ def planned(run: configs.Run, topology: str) -> tuple[EngineSpec, Costs]:
     """Return the engine's settings on a machine, and what reading costs a device there."""
     require(isinstance(run, configs.Run), f"a {type(run).__name__} samples nothing: give a configuration with rollouts")
     machine = parse_topology(topology, run.mesh.slices)
-    held = planned_run(run, find_model_config(run.model)[0], None, machine=machine).arrays
+    config = find_model_config(run.model)[0]
+    held = planned_run(choose_slots(run, config, machine=machine)[0], config, None, machine=machine).arrays
     shape, bandwidth = held.slot_shape, machine.chip.bandwidth
     columns = shape.rows // shape.parts * shape.columns
     return held.build, Costs(

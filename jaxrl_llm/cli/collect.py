@@ -24,6 +24,7 @@ from jaxrl_llm.collection.rejection_sampling import check_free
 from jaxrl_llm.data import Collected, check_collected
 from jaxrl_llm.data.datasets import KINDS, RowKind
 from jaxrl_llm.errors import require
+from jaxrl_llm.rollout.settings import USUAL_SLOTS
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.setting import Count, check_fields
 from jaxrl_llm.system.signals import answering, quit_now
@@ -65,7 +66,8 @@ def collect_command(arguments: list[str]) -> int:
         f"collect asks one task, and {name} has several: name a configuration of one with --config",
     )
     rollout, task = settings.rollout, configs.tasks_in(settings.task)[0]
-    proposed = CollectOptions(Collected(task), "texts", rollout.max_new_tokens, rollout.engine.slots, settings.seed)
+    slots = rollout.engine.slots or USUAL_SLOTS
+    proposed = CollectOptions(Collected(task), "texts", rollout.max_new_tokens, slots, settings.seed)
     description = "--out FILE.jsonl is the output. --config NAME takes another configuration's task."
     options = parse_flags(CollectOptions, arguments, f"jaxrl-llm collect {name}", description, proposed)
     path = check_output(name, out, options)

@@ -30,6 +30,7 @@ from jaxrl_llm.cli.flags import first, parse_flags, take
 from jaxrl_llm.codec import jsonable
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError, require
+from jaxrl_llm.rollout.settings import USUAL_SLOTS
 from jaxrl_llm.runs import Trained, find_run, load_base, load_model, load_trained, mesh_here, needs_base
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.stages.taught import DEFAULT_SEPARATOR, RewardModelUse, reward_format
@@ -295,7 +296,7 @@ def eval_command(arguments: list[str]) -> int:
 
 def default_options(run: configs.Run) -> EvalOptions:
     """Return the options of the run's own evaluations."""
-    e, longest, slots = run.evaluation, run.rollout.max_new_tokens, run.rollout.engine.slots
+    e, longest, slots = run.evaluation, run.rollout.max_new_tokens, run.rollout.engine.slots or USUAL_SLOTS
     return EvalOptions(e.task or run.task, e.samples, e.temperature, e.top_p, e.limit, longest, slots, run.seed)
 
 

@@ -18,8 +18,8 @@ from jaxrl_llm.models.decoder import Adapter, parameter_shapes, training_flops, 
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.layers import SHORT
 from jaxrl_llm.models.lora import model_of
-from jaxrl_llm.sharding import batch_parts, memory_limit, platform_of
-from jaxrl_llm.sharding.mesh import CompilerOptions, chip_of
+from jaxrl_llm.sharding import batch_parts, platform_of
+from jaxrl_llm.sharding.mesh import CompilerOptions, chip_of, device_memory
 from jaxrl_llm.types import TrainState
 
 ATTENTION_PLATFORMS = {"splash": "tpu", "triton": "gpu", "cudnn": "gpu"}
@@ -130,7 +130,7 @@ def layout_for(
         tokens = min(most, update_tokens / parts)
         if config is not None:
             sizes = (mesh.shape["fsdp"], mesh.shape["tensor"])
-            tokens = min(tokens, tokens_in_memory(settings, compute, config, row_tokens, sizes, memory_limit(mesh)))
+            tokens = min(tokens, tokens_in_memory(settings, compute, config, row_tokens, sizes, device_memory(mesh)))
         rows = parts * max(int(tokens // row_tokens), 1)
     words = f"learner.compute.microbatch_rows {rows} does not divide over the mesh's {parts} parts of a batch"
     require(rows % parts == 0, f"{words}: make it a multiple of {parts}, or 0 to choose")

@@ -9,15 +9,17 @@ import jax
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Configuration
-from jaxrl_llm.errors import require
-from jaxrl_llm.learner.platform import compute_for, token_bytes, tokens_in_memory
+from jaxrl_llm.learner.platform import compute_for, token_bytes
 from jaxrl_llm.learner.samples import estimator_bytes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import count_parameters
 from jaxrl_llm.models.heads import split_head
 from jaxrl_llm.plan import programs, roofline
 from jaxrl_llm.plan.machines import CUDNN, Machine, is_installed
-from jaxrl_llm.sharding import batch_parts, platform_of, repeated_heads
+from jaxrl_llm.rollout.settings import USUAL_SLOTS
+from jaxrl_llm.runs import architecture_of
+from jaxrl_llm.sharding import batch_parts, memory_limit, platform_of, repeated_heads
+from jaxrl_llm.sharding.mesh import GIB, check_dtype
 from jaxrl_llm.stages.stage import Architectures, Groups
 from jaxrl_llm.types import TrainState
 
@@ -300,11 +302,10 @@ def plan_run(
     longest, on which memory is always based. ``more``: find out how large microbatches may be, which takes one more
     compilation. ``say``: called with a line about each compilation.
     """
-    chip, dtype = machine.chip, run.learner.compute.dtype
-    words = f"{chip.name} has no bfloat16: set learner.compute.dtype float32 (float16 is not trained in)"
-    require(chip.bfloat16 or dtype != "bfloat16", words)
+    check_dtype(run.learner.compute.dtype, machine.chip)
     run, notes = compilable(run, config, machine) if compiling else (run, ())
     find, assumed = programs.architecture_finder(config)
+    run, choices = choose_slots(run, config, find, machine)
     run = with_microbatch_rows(run, config, machine, find)
     target = programs.planned_run(run, config, devices, find, machine)
     compiled = {}
@@ -317,7 +318,7 @@ def plan_run(
         roofline.device_places(machine, devices and target.mesh.devices.flat),
         mean,
         compiled,
-        (*notes, *assumed),
+        (*notes, *assumed, *choices),
     )
     if not more or not compiling:
         return planned
@@ -342,13 +343,58 @@ def with_microbatch_rows(
     """Return the run with the rows of a microbatch that it would choose on the machine, if it leaves them open."""
     if run.learner.compute.microbatch_rows:
         return run
-    target = programs.planned_run(run, config, None, find, machine)
-    layout = target.outline.forward.layout
-    sizes = (target.mesh.shape["fsdp"], target.mesh.shape["tensor"])
-    compute = target.outline.forward.compute
-    tokens = tokens_in_memory(run.learner, compute, config, layout.row_tokens, sizes, machine.chip.memory)
-    rows = min(layout.rows, layout.parts * max(int(tokens // layout.row_tokens), 1))
-    return dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=rows))
+    layout = programs.planned_run(run, config, None, find, machine).outline.forward.layout
+    return dataclasses.replace(run, learner=run.learner.computing(microbatch_rows=layout.rows))
+
+
+def with_engine(run: configs.Run, **changes: Any) -> configs.Run:
+    """Return the run with changes of ``rollout.engine``."""
+    engine = dataclasses.replace(run.rollout.engine, **changes)
+    return dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, engine=engine))
+
+
+def choose_slots(
+    run: Configuration, config: ModelConfig, find: Architectures = architecture_of, machine: Machine | None = None
+) -> tuple[Any, list[str]]:
+    """Return the run with its number of slots, and a note if memory bounds it. A run that leaves it open takes the
+    usual one, or half of it, a quarter, ..., until ``memory_of_sampling`` fits the device of the machine, or by default
+    of this process. On devices of unknown memory, CPUs among them, and where no number fits, it takes the usual one.
+    """
+    if not isinstance(run, configs.Run) or run.rollout.engine.slots:
+        return run, []
+    _, where = programs.run_meshes(run, None, machine)
+    memory, usual = machine.chip.memory if machine else memory_limit(where), with_engine(run, slots=USUAL_SLOTS)
+    if memory == math.inf:
+        return usual, []
+
+    def most(run: configs.Run, least: int) -> tuple[int, int]:
+        """Return the slots that fit, 0 where ``least`` do not, and the rows of a microbatch."""
+        slots, rows = USUAL_SLOTS, 0
+        while slots >= min(least, USUAL_SLOTS):
+            tried = with_engine(run, slots=slots)
+            target = programs.planned_run(tried, config, None, find, machine)
+            assert isinstance(target.arrays, programs.SamplingArrays)
+            rows = target.outline.forward.layout.rows
+            if memory_of_sampling(tried, target.arrays, {}).total <= memory:
+                return slots, rows
+            slots //= 2
+        return 0, rows
+
+    parts, lora = batch_parts(where), run.learner.lora
+    slots, rows = most(run, parts)
+    if slots == USUAL_SLOTS:
+        return usual, []
+    others = {"--rollout.engine.kv_cache_dtype int8": with_engine(run, kv_cache_dtype="int8")}
+    if not lora.packed and (config.experts is None or not lora.rank):
+        name, value = ("base", "nf4") if lora.rank else ("rank", 16)
+        learner = dataclasses.replace(run.learner, lora=dataclasses.replace(lora, **{name: value}))
+        others = {f"--learner.lora.{name} {value}": dataclasses.replace(run, learner=learner)} | others
+    room = ((flag, most(other, max(2 * slots, parts))[0]) for flag, other in others.items())
+    faster = next((f"; {flag} leaves room for {number} slots" for flag, number in room if number), "")
+    if not slots:
+        return usual, [f"no number of slots fits {memory / GIB:.1f} GiB by formula{faster}"]
+    chosen = f"{slots} slots, microbatch_rows {rows}, remat {run.learner.compute.remat}"
+    return with_engine(run, slots=slots), [f"chosen for {memory / GIB:.1f} GiB: {chosen}{faster}"]
 
 
 def compilable(run: Any, config: ModelConfig, machine: Machine) -> tuple[Any, tuple[str, ...]]:
@@ -464,8 +510,7 @@ def best_plans(
         slots = planned.most("slots") // batch_parts(planned.mesh)
         if slots and planned.sampling.total > machine.chip.memory:  # with as many slots as fit
             slots = (1 << slots.bit_length() - 1) * batch_parts(planned.mesh)
-            fewer = dataclasses.replace(planned.run, rollout=dataclasses.replace(planned.run.rollout, slots=slots))
-            planned = plan_run(fewer, config, machine, devices, mean, False)
+            planned = plan_run(with_engine(planned.run, slots=slots), config, machine, devices, mean, False)
         ranked.append(planned)
     ranked.sort(key=lambda p: p.seconds)
     if quick or devices is None:

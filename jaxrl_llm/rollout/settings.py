@@ -183,12 +183,17 @@ class Collect(Setting):
         )
 
 
+USUAL_SLOTS = 64
+"""Completions sampled at one time where neither a setting nor a device's memory says otherwise."""
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineOptions(Setting):
     """How the engine samples: speed and memory, and results by rounding only but for ``kv_cache_dtype``.
 
     Attributes:
-      slots: completions sampled at one time.
+      slots: completions sampled at one time. 0 chooses, at each start: 64, or where an accelerator's memory is too
+        small for them half, a quarter, ... (``plan.planning.choose_slots``).
       chunk: decode steps in one compiled call.
       strict: read the whole cache at every step: no bit of a completion depends on the length of its neighbours.
       attention: "auto" reads each slot by its length with kernels on TPUs and GPUs; "xla", all to the longest length.
@@ -198,7 +203,7 @@ class EngineOptions(Setting):
         all. It shows what another engine's rounding does, and what routing replay does about it.
     """
 
-    slots: Annotated[int, Count(1), FREE] = 64
+    slots: Annotated[int, Count(0), FREE] = 0
     chunk: Annotated[int, Count(1)] = 16
     strict: bool = False
     attention: Annotated[str, FREE, Choice("auto", "xla")] = "auto"

@@ -205,6 +205,12 @@ def device_memory(mesh: Mesh | AbstractMesh) -> float:
     return limit if chip is None else chip.memory
 
 
+def check_dtype(dtype: str, chip: "Chip | None") -> None:
+    """Refuse to learn in bfloat16 on a chip that does not compute in it; None for one that is not known."""
+    words = f"{chip and chip.name} has no bfloat16: set learner.compute.dtype float32 (float16 is not trained in)"
+    require(chip is None or chip.bfloat16 or dtype != "bfloat16", words)
+
+
 def has_bfloat16(mesh: Mesh | AbstractMesh | None) -> bool:
     """Whether the devices compute in bfloat16; the GPUs that do (from Ampere on) are those that Triton supports."""
     chip = None if mesh is None else _chip_on(mesh)

@@ -220,7 +220,7 @@ def build_sampler(
     rollout = run.rollout
     reads, left_out = run.recipe.filter_groups, dropped_endings(run)
     admission = AdmissionPolicy(
-        rollout.prompts, rollout.engine.slots, rollout.max_new_tokens, reads, rollout.collect,
+        rollout.prompts, engine.slots, rollout.max_new_tokens, reads, rollout.collect,
         configs.limits_of(configs.parts_of_task(run.task), rollout.max_new_tokens), left_out,
     )  # fmt: skip
     return Sampler(engine, source, rollout.sampling(stops, run.learner.keep_sampling_mask), admission, status)

@@ -35,6 +35,7 @@ from jaxrl_llm.models.decoder import initialise, parameter_shapes
 from jaxrl_llm.models.heads import split_head
 from jaxrl_llm.models.lora import BasePacker, freeze_base
 from jaxrl_llm.models.peft import precision_warnings
+from jaxrl_llm.plan.planning import choose_slots
 from jaxrl_llm.rules import ASKED, BY_HAND, PHASE, Memory
 from jaxrl_llm.rules.guards import ENDED
 from jaxrl_llm.runs import as_trained, find_run, host_state, load_model, needs_base
@@ -276,9 +277,10 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
         trained = as_trained(run, model)
     else:
         model, tokenizer = policy_base(cursor.state), cursor.tokenizer
-    stage = stage_of(run).prepare(run, model, tokenizer, mesh, resources, progress, context.peers)
+    chosen, choices = choose_slots(run, model.config)
+    stage = stage_of(run).prepare(chosen, model, tokenizer, mesh, resources, progress, context.peers)
     stage = add_phase_rule(stage, all_phases, number)
-    notes = stage.notes
+    notes = (*stage.notes, *choices)
     if cursor is None:
         for later in range(number + 1, len(configs.phases_of(all_phases))):  # it must be able to begin
             before, after = configs.in_phase(all_phases, later - 1), configs.in_phase(all_phases, later)

@@ -11,7 +11,7 @@ from jaxrl_llm.models.decoder import count_parameters
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.plan.machines import EXAMPLES, describe_devices, parse_topology
 from jaxrl_llm.plan.programs import find_model_config, published_configs
-from jaxrl_llm.sharding.mesh import CHIPS, chip_of
+from jaxrl_llm.sharding.mesh import CHIPS, check_dtype, chip_of
 
 
 @pytest.mark.parametrize("text, devices, shape", [
@@ -60,6 +60,13 @@ def test_slices_that_make_no_sense_are_refused(text, slices):
 def test_jax_names_of_tpus_are_known(name):
     kind = describe_devices(parse_topology(EXAMPLES[name]))[0].device_kind
     assert chip_of(kind) is CHIPS[name]
+
+
+def test_learning_in_bfloat16_is_refused_where_the_chip_lacks_it():
+    with pytest.raises(InputError, match=r"^t4 has no bfloat16: set learner.compute.dtype float32"):
+        check_dtype("bfloat16", chip_of("Tesla T4"))
+    for dtype, kind in (("float32", "Tesla T4"), ("bfloat16", "NVIDIA L4"), ("bfloat16", "cpu")):
+        check_dtype(dtype, chip_of(kind))
 
 
 def test_every_chip_has_an_example_and_sound_peaks():

@@ -12,8 +12,9 @@ from jaxrl_llm.cli.plan import smallest_change
 from jaxrl_llm.learner import Compute
 from jaxrl_llm.models.config import Lora
 from jaxrl_llm.plan.machines import parse_topology
-from jaxrl_llm.plan.planning import plan_run
+from jaxrl_llm.plan.planning import choose_slots, plan_run, with_engine
 from jaxrl_llm.plan.programs import find_model_config
+from jaxrl_llm.sharding import MeshShape
 
 GRPO, GIB = "grpo_qwen2_5_1_5b_gsm8k", 2**30
 ONE, CPU = {"rows": 1}, {"rows": 4, "dtype": "float32", "tokens": 128}
@@ -91,6 +92,28 @@ def test_a_run_that_does_not_fit_is_told_the_smallest_change(slots, remat, chang
     small = dataclasses.replace(machine, chip=dataclasses.replace(machine.chip, memory=0.95 * peak))
     line = smallest_change(plan_run(run, CONFIG, small, None, None, False), CONFIG, None)
     assert line == f"it fits with {change} (by formula)"
+
+
+def test_slots_left_open_are_as_many_as_fit():
+    run, machine = tiny_run((1, 1, 1), slots=0), parse_topology("h100:1")
+    usual, half = (
+        plan_run(with_engine(run, slots=n), CONFIG, machine, None, None, False).sampling.total for n in (64, 32)
+    )
+
+    def chosen(memory):
+        small = dataclasses.replace(machine, chip=dataclasses.replace(machine.chip, memory=memory))
+        plan = plan_run(run, CONFIG, small, None, None, False)
+        return plan.run.rollout.engine.slots, [note for note in plan.chosen if " slots" in note and "GiB" in note]
+
+    assert chosen(usual) == (64, [])
+    assert chosen(usual - 1)[0] == chosen(half)[0] == 32 and chosen(half - 1)[0] == 16
+    ((_, (line,)), (most, (none,))) = chosen(half), chosen(1)
+    words = "32 slots, microbatch_rows 2, remat full; --rollout.engine.kv_cache_dtype int8 leaves room for 64 slots"
+    assert line == f"chosen for 0.0 GiB: {words}"
+    assert (most, none) == (64, "no number of slots fits 0.0 GiB by formula")
+    assert choose_slots(with_engine(run, slots=7), CONFIG, machine=machine)[0].rollout.engine.slots == 7
+    here = dataclasses.replace(run, mesh=MeshShape())
+    assert choose_slots(here, CONFIG) == (with_engine(here, slots=64), []), "a processor's memory is not known"
 
 
 def test_layers_are_separate_only_where_their_stack_fits_too():
