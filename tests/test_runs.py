@@ -21,6 +21,7 @@ from jaxrl_llm.rules import Phase, Rules
 from jaxrl_llm.runs import decide_model_versions, find_run, keep_dependencies, mesh_here, model_checker, needs_base
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.sharding.distributed import ALONE
+from jaxrl_llm.sharding.rules import weights_digest
 from jaxrl_llm.system.paths import COLLECTED
 from jaxrl_llm.tasks import Table
 from jaxrl_llm.trainer.launch import claim_directory
@@ -158,7 +159,7 @@ def test_other_weights_in_a_directory_are_refused_where_they_are_read(at):
 
     def compared(weights):
         found = LoadedConfig("run", run, Origin(str(at), models=decided(at, run)), at / "run")
-        model_checker(found, at / "run", ALONE)("base", "float32", weights)
+        model_checker(found, at / "run", ALONE)("base", "float32", weights_digest(weights))
 
     a_run(at / "run", run, models=decided(at, run, began=False))
     compared(first)

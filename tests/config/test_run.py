@@ -144,7 +144,7 @@ REFUSED = [
     ("rollout.collect.max_age", -1, "rollout.collect.max_age must be at least 0"),
     ("rollout.top_k", -1, "rollout.top_k must be at least 0"),
     ("learner.minibatches", 9, "learner.minibatches 9 exceeds rollout.prompts 8"),
-    ("learner.compute.remat", "some", "none, dots or full"),
+    ("learner.compute.remat", "some", "none, dots, full or offload"),
     ("learner.compute.attention", "flash", "auto, xla, splash, triton or cudnn"),
     ("learner.dtype", "float64", "learner.dtype 'float64' is unknown: float32 or bfloat16"),
     (
