@@ -190,7 +190,7 @@ def current_phase(directory: Path) -> int:
     return phase_of(places[max(places)]) if places else 0
 
 
-MODEL_CHECKER: contextvars.ContextVar[Callable[[str, str, str], None] | None] = contextvars.ContextVar(
+MODEL_CHECKER: contextvars.ContextVar[Callable[[str, str, Callable[[], str]], None] | None] = contextvars.ContextVar(
     "model_checker", default=None
 )
 """Checks the models of the run in training, in this thread: ``load_model`` calls it with what it reads."""
@@ -209,7 +209,8 @@ def load_model(name: str, dtype: str, mesh: Any, pack: Any = None) -> tuple[Any,
         load_either(name, dtype, mesh, pack=pack) if trained is None else load_trained(trained, mesh, dtype)
     )
     if (check := MODEL_CHECKER.get()) is not None and not only_shapes(mesh):
-        check(name, dtype, weights_digest(model) if pack is None or not pack.checksums else pack.digest)
+        read = pack is not None and pack.checksums
+        check(name, dtype, pack.digest if read else functools.partial(weights_digest, model))
     return model, tokenizer
 
 
@@ -460,11 +461,11 @@ def model_changed_error(
     )
 
 
-def model_checker(loaded: LoadedConfig, directory: Path, peers: Peers) -> Callable[[str, str, str], None]:
+def model_checker(loaded: LoadedConfig, directory: Path, peers: Peers) -> Callable[[str, str, Callable[[], str]], None]:
     """Return a function that compares the weights of a model with its pin, or records their fingerprint in config.json.
-    It takes the place from which a model was loaded, its dtype, and its ``weights_digest``; InputError: the weights
-    differ from those of the previous start. ``loaded``: the run, with the pins from ``decide_model_versions`` in its
-    origin. ``peers``: all of them read, and the first one decides and writes.
+    It takes the place from which a model was loaded, its dtype, and what computes its ``weights_digest``; InputError:
+    the weights differ from those of the previous start. ``loaded``: the run, with the pins from
+    ``decide_model_versions`` in its origin. ``peers``: all of them read, and the first one decides and writes.
     """
     models = dict(loaded.origin.models)
     names = {place_of(name, loaded.origin, loaded.directory): name for name in models}
@@ -480,8 +481,9 @@ def model_checker(loaded: LoadedConfig, directory: Path, peers: Peers) -> Callab
             data["origin"]["models"] = {name: dataclasses.asdict(pin) for name, pin in models.items()}
             configs.write(directory / "config.json", data)
 
-    def check(place: str, dtype: str, digest: str) -> None:
+    def check(place: str, dtype: str, digest: Callable[[], str]) -> None:
         if place in names:
-            peers.first(lambda: settle(names[place], dtype, digest))
+            computed = digest()
+            peers.first(lambda: settle(names[place], dtype, computed))
 
     return check

@@ -159,7 +159,7 @@ def test_other_weights_in_a_directory_are_refused_where_they_are_read(at):
 
     def compared(weights):
         found = LoadedConfig("run", run, Origin(str(at), models=decided(at, run)), at / "run")
-        model_checker(found, at / "run", ALONE)("base", "float32", weights_digest(weights))
+        model_checker(found, at / "run", ALONE)("base", "float32", lambda: weights_digest(weights))
 
     a_run(at / "run", run, models=decided(at, run, began=False))
     compared(first)

@@ -190,9 +190,8 @@ def token_bytes(
     dots = 2 * hidden + products * (1 + adapted)
     # Longer rows compute their scores again.
     every = layer + (scores if row_tokens <= SHORT else 0)
-    return {"offload": 0.0, "full": hidden * width, "dots": dots * width, "none": every}[
-        compute.remat
-    ] * config.layers, in_use
+    kept = {"offload": 0.0, "full": hidden * width, "dots": dots * width, "none": every}[compute.remat]
+    return kept * config.layers, in_use
 
 
 MFU = "throughput/mfu"

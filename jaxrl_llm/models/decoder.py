@@ -141,7 +141,7 @@ def linear(w: Weights, part: str, name: str, x: jax.Array) -> jax.Array:
         factors = getattr(getattr(w.adapter.weights, part, None), name, None)
         pair = None if factors is None else (factors.a[...], factors.b[...])
         return layers.project_frozen(inputs, w.adapter.scale, x, matrix, pair)
-    return layers.project(x, matrix) if inputs == 1 else layers.multiply(x, matrix, inputs)
+    return layers.project(x, matrix) if inputs == 1 else layers.contract(x, matrix, inputs)
 
 
 def cast(model: Decoder, dtype: Any) -> Decoder:

@@ -77,7 +77,7 @@ def _project_backward(saved: tuple[jax.Array, jax.Array], g: jax.Array) -> tuple
 project.defvjp(lambda x, w: (jnp.tensordot(x, w, 1), (x, w)), _project_backward)
 
 
-def multiply(x: jax.Array, w: jax.Array, inputs: int, dtype: Any = None) -> jax.Array:
+def contract(x: jax.Array, w: jax.Array, inputs: int, dtype: Any = None) -> jax.Array:
     """Multiply x [B, S, in..] by w [in.., out..] with so many summed axes, summed in ``dtype``."""
     if inputs == 1:
         return jnp.tensordot(x, w, 1, preferred_element_type=dtype)
@@ -100,7 +100,7 @@ def project_frozen(
 
 def _project_frozen(inputs: int, scale: float, x: jax.Array, w: Any, factors: Any) -> tuple[jax.Array, Any]:
     wide = functools.partial(jnp.tensordot, axes=inputs, preferred_element_type=wide_dtype(x))
-    out = multiply(x, widen(w, x.dtype), inputs, wide_dtype(x))
+    out = contract(x, widen(w, x.dtype), inputs, wide_dtype(x))
     if factors is None:
         return out.astype(x.dtype), (x, w, None, None)
     a, b = factors

@@ -99,7 +99,6 @@ class BasePacker:
         array.delete()
         return packed
 
-    @property
     def digest(self) -> str:
         """Return the ``weights_digest`` of the model as it was read."""
         return digest_of_checksums(self.checksums)

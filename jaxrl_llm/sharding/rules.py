@@ -205,7 +205,7 @@ def weights_digest(model: Any) -> str:
 def digest_of_checksums(checksums: dict[str, jax.Array]) -> str:
     """Return the ``weights_digest`` of a model with these checksums, by parameter path."""
     paths = sorted(checksums, key=lambda path: path.split("/"))
-    return digest_of_parts([jax.device_get(checksums[path]) for path in paths])
+    return digest_of_parts(jax.device_get([checksums[path] for path in paths]))
 
 
 def _checksum(x: jax.Array) -> jax.Array:

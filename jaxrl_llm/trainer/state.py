@@ -292,7 +292,7 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
         parameters = sum(map(math.prod, parameter_shapes(split_head(trained)[0].config).values()))
         checksums = packer.checksums if packer else None
         places = context.store, start, mesh, context.weights
-        state, host = create_or_restore(run, stage, trained, checksums, *places, progress.note)
+        state, host = create_or_restore(run, stage, trained, *places, progress.note, checksums)
         if start is not None and (progress_json := read_step_progress(context.directory, start)):
             host = LoopState.from_json(progress_json, stage.records)
         check_problems(host.problems, stage.problems, stage.label)
@@ -345,12 +345,12 @@ def create_or_restore(
     run: configs.Configuration,
     stage: Stage,
     model: Any,
-    checksums: Mapping[str, Any] | None,
     store: Checkpoints,
     start: int | None,
     mesh: Any,
     weights: configs.Start | None,
     note: Callable[[str], None],
+    checksums: Mapping[str, Any] | None = None,
 ) -> tuple[TrainState, LoopState]:
     """Return a fresh state, or that of step ``start``; ``model`` is consumed, or read for its shapes only.
     ``checksums``: of a model that was packed as it was read.

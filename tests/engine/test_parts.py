@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tiny import tiny
 
 from jaxrl_llm.engine.requests import Request, SlotShape, move_slots
-from jaxrl_llm.engine.scheduler import EngineSpec, chunk_shape
+from jaxrl_llm.engine.scheduler import COLUMN_ALIGNMENT, EngineSpec, cache_shape, chunk_shape
 from jaxrl_llm.engine.slots import empty_slots, rearrange_blocks, rearrange_slots
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, sampling_shardings
@@ -83,3 +83,10 @@ def test_no_device_sends_its_cache_away():
         for line in text.splitlines():
             if any(f" {kind}" in line for kind in ("all-gather(", "all-to-all(", "collective-permute(", "all-reduce(")):
                 assert not any(f",{columns}" in line.split("=", 1)[1].split("]")[0] for columns in (64, 32)), line
+
+
+@pytest.mark.parametrize(("length", "columns"), [(1024, 1024), (2**21, 40)])
+def test_few_slots_have_one_shape_where_their_cache_is_small(length, columns):
+    spec = EngineSpec(tiny("plain").config, np.float32, 8, length, 4, None, False, 4)
+    _, found = cache_shape(spec, Sampling(max_new_tokens=40))
+    assert 0 <= found - (columns + 4) < COLUMN_ALIGNMENT

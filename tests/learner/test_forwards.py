@@ -1,6 +1,7 @@
 """How many forward passes a step makes, and how often its programs are compiled: none that nothing reads, and once."""
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +11,9 @@ from learner.rollouts import T, forward_on, groups, one_device, policy_training,
 from tiny import VOCAB, Compilations, equations, tiny
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.learner import Layout, Learner, Training, create_state, learn, pack
+from jaxrl_llm.learner import Layout, Learner, Optimiser, Training, create_state, learn, pack
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.learner.update import compile_ahead, kl_of_policy
+from jaxrl_llm.learner.update import Update, compile_ahead, kl_of_policy
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import causal_rows, forward
 
@@ -98,3 +99,24 @@ def test_programs_are_compiled_once_and_ahead():
             state, _ = learn(state, members, settings, forward, (real,), {}, 0)
     assert int(state.policy.updates) == 4
     assert [compilations.heard.count(f"jit({name})") for name in ("update", "_score")] == [0, 1]
+
+
+def test_an_update_waits_for_its_compilation():
+    said = []
+
+    class Slow:
+        def lower(self, *arguments):
+            time.sleep(0.2)
+            return self
+
+        def compile(self):
+            said.append("compiled")
+
+        def __call__(self, *arguments):
+            said.append("called")
+            return arguments[0], {}
+
+    update, state = Update(Slow()), create_state(tiny("windows"), build(Optimiser()), False, MESH)
+    update.compile_ahead(state, None, {}, MESH)
+    update(state, None, {})
+    assert said == ["compiled", "called"]

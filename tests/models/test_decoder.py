@@ -121,6 +121,8 @@ def test_rematerialisation_changes_neither_values_nor_gradients(kind, remat):
     def graded(model, how):
         return jax.value_and_grad(lambda m: jnp.sum(jnp.sin(forward(m, rows, ComputeOptions(remat=how)))))(model)
 
+    traced = str(jax.make_jaxpr(graded, static_argnums=1)(model, remat))
+    assert ("MemorySpace.Host" in traced) == (remat == "offload")
     plain, again = graded(model, "none"), graded(model, remat)
     np.testing.assert_allclose(again[0], plain[0], rtol=1e-5)
     assert largest_difference(again[1], plain[1]) < 1e-5

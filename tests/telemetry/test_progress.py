@@ -108,6 +108,9 @@ def test_programs_within_a_program_are_compiled_in_its_time():
         jax.monitoring.record_event_duration_secs(COMPILE, 1e6, fun_name="begun before anybody listened")
         jax.jit(lambda x: x + 17.25)(1.0)
     assert 2.0 < compiling.seconds < 1e6
+    row = compiling.take()
+    assert row == {"time/programs": 3.0, "time/compile_s": compiling.seconds}
+    assert compiling.take() == {"time/programs": 0.0, "time/compile_s": 0.0}
 
 
 def test_compilation_is_named_while_it_happens_and_no_part_of_the_pace():

@@ -21,11 +21,11 @@ def test_a_coefficient_that_was_moved_is_that_of_the_run_that_goes_on(tmp_path):
         coefficients={"kl_coef": 0.1, "other": 1.0},
     )  # fmt: skip
     with Checkpoints(tmp_path) as store:
-        state, host = create_or_restore(run, stage, tiny("windows"), None, store, None, mesh, None, print)
+        state, host = create_or_restore(run, stage, tiny("windows"), store, None, mesh, None, print)
         assert host.coefficients == {"kl_coef": 0.1, "other": 1.0} and host.carry is None
         policy = np.asarray(state.policy.params.weights.embed[...])
         host.coefficients = {"kl_coef": 0.4}
         store.save(1, state, vars(host), stage.records)
-        again, found = create_or_restore(run, stage, tiny("windows", 5), None, store, 1, mesh, None, print)
+        again, found = create_or_restore(run, stage, tiny("windows", 5), store, 1, mesh, None, print)
     assert found.coefficients == {"kl_coef": 0.4, "other": 1.0}, "what a new rule moves begins where the stage says"
     np.testing.assert_array_equal(again.policy.params.weights.embed[...], policy)
