@@ -32,7 +32,7 @@ from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.pretrained import BUILTIN, check_name, load_either, model_config_of
 from jaxrl_llm.sharding import MeshShape, make_mesh, only_shapes, shardings
 from jaxrl_llm.sharding.distributed import Peers
-from jaxrl_llm.sharding.rules import weights_digest
+from jaxrl_llm.sharding.rules import checksums_by_name, weights_digest
 from jaxrl_llm.system import storage
 from jaxrl_llm.system.json_lines import read_rows
 from jaxrl_llm.system.paths import COLLECTED, part_of
@@ -210,7 +210,7 @@ def load_model(name: str, dtype: str, mesh: Any, pack: Any = None) -> tuple[Any,
     )
     if (check := MODEL_CHECKER.get()) is not None and not only_shapes(mesh):
         read = pack is not None and pack.checksums
-        check(name, dtype, pack.digest if read else functools.partial(weights_digest, model))
+        check(name, *((pack.form, pack.digest) if read else (dtype, functools.partial(weights_digest, model))))
     return model, tokenizer
 
 
@@ -272,18 +272,20 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None, merged: 
 def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
     """Load (base, adapter, tokenizer or None) of a run's checkpoint that has an adapter."""
     from jaxrl_llm.models.heads import split_head
-    from jaxrl_llm.models.lora import create_adapter
+    from jaxrl_llm.models.lora import BasePacker, create_adapter
 
     trained = initial_model_of(trained)
     if trained.step:
         check_whole(trained.directory)
-    model, tokenizer = load_base(trained, mesh)
+    packer = BasePacker(trained.run.learner.lora) if trained.run.learner.lora.packed else None
+    model, tokenizer = load_base(trained, mesh, packer)
     base, head = split_head(as_trained(trained.run, model))
     make = functools.partial(create_adapter, base.config, trained.run.learner.lora, jax.random.key(trained.run.seed))
     if trained.step == 0:
         return base, jax.jit(make, out_shardings=shardings(jax.eval_shape(make, head), mesh))(head), tokenizer
     adapter = jax.eval_shape(make, head)
-    return base, restore_policy(trained.directory, adapter, mesh, base), tokenizer
+    checksums = packer.checksums if packer else {}
+    return base, restore_policy(trained.directory, adapter, mesh, checksums or checksums_by_name(base)), tokenizer
 
 
 def initial_model_of(trained: Trained) -> Trained:
@@ -297,13 +299,13 @@ def initial_model_of(trained: Trained) -> Trained:
     return initial_model_of(first)
 
 
-def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None]:
-    """Load (model, tokenizer or None) that the run was trained from. ``mesh``: as for ``load_model``; for shapes any
-    step of another run will do. InputError: the model is missing; the line names the run.
+def load_base(trained: Trained, mesh: Any, pack: Any = None) -> tuple[Any, Any | None]:
+    """Load (model, tokenizer or None) that the run was trained from. ``mesh`` and ``pack``: as for ``load_model``; for
+    shapes any step of another run will do. InputError: the model is missing; the line names the run.
     """
     name = configs.without_step(trained.run.model) if only_shapes(mesh) else trained.run.model
     with naming(f"the model that {trained.directory.parents[1]} was trained from"):
-        return load_model(name, trained.run.learner.initial_dtype, mesh)
+        return load_model(name, trained.run.learner.initial_dtype, mesh, pack)
 
 
 def decide_model_versions(loaded: LoadedConfig, directory: Path, started: bool, start: Start | None) -> dict[str, Pin]:

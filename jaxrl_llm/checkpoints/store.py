@@ -226,11 +226,8 @@ class Checkpoints(contextlib.AbstractContextManager):
                 raise
 
 
-def restore_policy(step_directory: Path, like: Any, mesh: Mesh, base: Any = None) -> Any:
-    """Restore only the policy of a complete step, as ``restore_parts`` does; ``like`` is a model, or an adapter of
-    ``base`` as it was read.
-    """
-    checksums = None if base is None else checksums_by_name(base)
+def restore_policy(step_directory: Path, like: Any, mesh: Mesh, checksums: Any = None) -> Any:
+    """Restore only the policy of a complete step, as ``restore_parts`` does; ``like`` is a model, or an adapter."""
     return restore_parts(step_directory, parts_of(like), mesh, checksums).policy.params
 
 

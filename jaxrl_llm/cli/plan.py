@@ -112,8 +112,15 @@ def smallest_change(planned: Any, config: Any, devices: list[Any] | None) -> str
         changed = parse_flags(type(run), flags.copy(), "", "", run)
         return plan_run(changed, config, machine, devices, None, False)
 
-    # The compiler does not always say by how much it refuses: a formula is wrong by so much at most.
-    scale = with_flags([]).peak / planned.peak if planned.peak < math.inf else 1 / 1.3
+    before = with_flags([]).halves
+
+    def overfull(candidate: Any) -> set[str]:
+        """Return the halves that do not fit, by the formula times its error before."""
+        halves = planned.halves
+        # The compiler does not always say by how much it refuses: a formula is wrong by so much at most.
+        errors = {name: min(halves[name].total / half.total, 1.3) for name, half in before.items()}
+        return {name for name, half in candidate.halves.items() if half.total * errors[name] > machine.chip.memory}
+
     compute = run.learner.compute
     free = [["--learner.compute.remat", "full"]] if compute.remat != "full" else []
     free += [["--learner.compute.microbatch_rows", str(parts)]] if compute.microbatch_rows > parts else []
@@ -128,15 +135,14 @@ def smallest_change(planned: Any, config: Any, devices: list[Any] | None) -> str
         proposed = proposed + step
         tried += [proposed, proposed + together]
     for number, flags in enumerate(tried):
-        candidate = with_flags(flags)
-        slots = 1 << max(candidate.most("slots") // parts, 1).bit_length() - 1
-        fewer = planned.sampling is not None and FEWEST_SLOTS * parts <= slots * parts < run.rollout.engine.slots
-        if candidate.peak > scale * machine.chip.memory and fewer:
-            flags = [*flags, "--rollout.engine.slots", str(slots * parts)]
-            candidate = with_flags(flags)
-        if candidate.peak <= scale * machine.chip.memory:
+        full, slots, fewest = overfull(with_flags(flags)), run.rollout.engine.slots if planned.sampling else 0, flags
+        while full == {"sampling"} and slots >= 2 * FEWEST_SLOTS * parts:
+            slots //= 2
+            fewest = [*flags, "--rollout.engine.slots", str(slots)]
+            full = overfull(with_flags(fewest))
+        if not full:
             learned = ", which changes the model that learns or what it may write" if number > len(free) + 1 else ""
-            return f"it fits with {' '.join(flags)}{learned} (by formula)"
+            return f"it fits with {' '.join(fewest)}{learned} (by formula)"
     return "no smaller setting makes it fit: take more devices, larger ones, or a smaller model"
 
 

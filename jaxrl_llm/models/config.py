@@ -117,6 +117,8 @@ ADAPTED = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/do
 """The matrices of a layer that an adapter adapts unless its settings say otherwise."""
 ADAPTABLE = (*ADAPTED, "experts/gate", "experts/up", "experts/down")
 """The matrices of a layer that an adapter may adapt."""
+PACKED = ("int8", "fp8", "nf4", "mxfp4")
+"""The forms in which a frozen model's matrices are packed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,8 +129,10 @@ class Lora(Setting):
       rank: r; 0 trains the whole model.
       alpha: the adapters' product is multiplied by alpha / rank.
       targets: the matrices of each layer that are adapted, of ``ADAPTABLE``; of experts only those named here.
-      base: the frozen model's weights: "bf16", "f32", or matrices of the layers packed as "int8" (by output channel)
-        or "nf4" (4.1 bits, as in QLoRA: ``models.quantised``). Sampler and learner read the same ones.
+      base: the frozen model's weights: "bf16", "f32", or matrices of the layers packed (``models.quantised``) as
+        "int8" (by output channel), "fp8", "nf4" (4.1 bits, as in QLoRA) or "mxfp4" (4.25 bits; of a model with experts
+        only theirs, as in GPT-OSS). What a checkpoint holds packed in the same way is kept bit for bit. Sampler and
+        learner read the same ones.
       merged: sampler and learner form ``W + alpha / rank a b``, rounded to the type that they compute in, where
         otherwise ``x W + alpha / rank (x a) b`` is computed, in which no change is too small to count.
     """
@@ -136,7 +140,7 @@ class Lora(Setting):
     rank: Annotated[int, Range("[0, inf]", "0 trains the whole model")] = 0
     alpha: Annotated[float, Range("(0, inf]")] = 32.0
     targets: tuple[str, ...] = ADAPTED
-    base: Annotated[str, Choice("f32", "bf16", "int8", "nf4", unknown=True)] = "bf16"
+    base: Annotated[str, Choice("f32", "bf16", *PACKED, unknown=True)] = "bf16"
     merged: bool = False
 
     @property
@@ -147,12 +151,16 @@ class Lora(Setting):
     @property
     def packed(self) -> bool:
         """Return whether matrices of the frozen model are packed."""
-        return self.rank > 0 and self.base in ("int8", "nf4")
+        return self.rank > 0 and self.base in PACKED
+
+    def packs(self, matrix: str, config: "ModelConfig") -> bool:
+        """Return whether this matrix of ``ADAPTABLE`` is packed."""
+        return matrix.startswith("experts/") or self.base != "mxfp4" or config.experts is None
 
     def check(self, run: Any, where: str) -> None:
         """Refuse matrices that no layer has, or that are listed twice, and a packed base without adapters."""
         require(
-            self.rank > 0 or self.base not in ("int8", "nf4"),
+            self.rank > 0 or self.base not in PACKED,
             f"{where}base {self.base} is of a frozen model below adapters, and {where}rank 0 trains all of it: set "
             f"{where}rank, or leave {where}base out",
         )

@@ -241,14 +241,27 @@ def block(
         h = mlp(w, config, h)
     else:
         with jax.named_scope("experts"):
-            matrices = add_adapter(w, h.dtype).experts if hasattr(w, "adapter") else w.experts
-            routed, routing = experts.mixture(matrices, config, h, replayed, compute)
+            routed, routing = mixture(w, config, h, replayed, compute)
             routed = activation(routed, "residual")
         if hasattr(w, "mlp"):
             gate = jax.nn.sigmoid(layers.product("bsd,d->bs", h, w.experts.shared_gate[...]))
             routed += gate[..., None].astype(h.dtype) * mlp(w, config, h)
         h = routed
     return add_residual(x, norm(h, w.norms.mlp_post[...]) if post else h, config), routing
+
+
+def mixture(
+    w: Weights, config: ModelConfig, h: jax.Array, replayed: jax.Array | None, compute: ComputeOptions
+) -> tuple[jax.Array, jax.Array]:
+    """Compute ``experts.mixture`` of a layer's weights. Packed ones are widened again in the backward pass: the wide
+    matrices of all layers would be in memory otherwise.
+    """
+
+    def run(w: Weights, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        matrices = add_adapter(w, h.dtype).experts if hasattr(w, "adapter") else w.experts
+        return experts.mixture(matrices, config, h, replayed, compute)
+
+    return (jax.checkpoint(run) if isinstance(w.experts.gate, QuantisedMatrix) else run)(w, h)
 
 
 def add_residual(x: jax.Array, change: jax.Array, config: ModelConfig) -> jax.Array:

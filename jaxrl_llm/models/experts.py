@@ -19,6 +19,9 @@ from jaxrl_llm.sharding import BATCH, fit_spec
 TOGETHER = 4
 """Blocks in each round of a CPU's loop; their number is a multiple of it."""
 
+COPIES = 2**29
+"""Bytes of the copies of experts' matrices that accelerators multiply at one time."""
+
 Gating = Callable[[jax.Array, jax.Array], jax.Array]
 """(products with ``gate``, products with ``up``) -> what ``down`` multiplies."""
 
@@ -136,8 +139,12 @@ def loop_forward(
 def batched_forward(
     act: Gating, x: jax.Array, matrices: Matrices, owner: jax.Array, used: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Compute ``loop_forward`` with a copy of the matrices for each block."""
-    return jax.vmap(functools.partial(expert_forward, act))(x, _select(matrices, owner))
+    """Compute ``loop_forward`` with a copy of the matrices for each block, of some blocks at a time."""
+
+    def each(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        return expert_forward(act, block[0], _select(matrices, block[1]))
+
+    return jax.lax.map(each, (x, owner), batch_size=copied_at_once(matrices))
 
 
 def loop_backward(
@@ -173,13 +180,23 @@ def batched_backward(
     owner: jax.Array,
     used: jax.Array,
 ) -> tuple[jax.Array, Matrices]:
-    """Compute ``loop_backward`` with a copy of the matrices for each block. A product sums the blocks of an expert:
-    where the order of additions is fixed, a GPU's scatter takes many passes over indices as large as all gradients.
+    """Compute ``loop_backward`` as ``batched_forward`` does. A product sums the blocks of an expert: where the order of
+    additions is fixed, a GPU's scatter takes many passes over indices as large as all gradients.
     """
-    back, changes = jax.vmap(functools.partial(expert_backward, act))(x, inputs, g, _select(matrices, owner))
+
+    def each(block: tuple[Any, ...]) -> tuple[jax.Array, Matrices]:
+        *arrays, expert = block
+        return expert_backward(act, *arrays, _select(matrices, expert))
+
+    back, changes = jax.lax.map(each, (x, inputs, g, owner), batch_size=copied_at_once(matrices))
     one_hot = jax.nn.one_hot(owner, len(matrices.gate), dtype=jnp.float32)
     sums = functools.partial(jnp.einsum, "ne,n...->e...", one_hot, precision=jax.lax.Precision.HIGHEST)
     return back, jax.tree.map(sums, changes)
+
+
+def copied_at_once(matrices: Matrices) -> int:
+    """Return how many blocks have copies of an expert's matrices at one time."""
+    return max(COPIES // sum(x.size * x.dtype.itemsize // len(x) for x in jax.tree.leaves(matrices)), 1)
 
 
 def _select(matrices: Matrices, owner: jax.Array) -> Matrices:

@@ -52,11 +52,12 @@ class Tensor:
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
     """A tensor that is read on demand: ``shape`` is the whole one's, and ``part`` reads a tuple of slices (start and
-    stop, one for each dimension) as a floating NumPy array.
+    stop, one for each dimension) as a NumPy array. ``dtype``: as safetensors names it.
     """
 
     shape: tuple[int, ...]
     part: Callable[[tuple[slice, ...]], np.ndarray]
+    dtype: str = "F32"
 
     def read(self) -> np.ndarray:
         """Read the whole tensor."""
@@ -160,7 +161,6 @@ class Family:
       scaled_embedding: embeddings are multiplied by sqrt(D).
       required: further attributes that must have the value here, since the tensors imply it.
       fused: tensors of a checkpoint that hold several of ``tensors``.
-      packed: the ``quant_method`` in which its weights may be stored ("mxfp4"), or "".
     """
 
     model_type: str
@@ -173,7 +173,6 @@ class Family:
     scaled_embedding: bool = False
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fused: tuple[Fused, ...] = ()
-    packed: str = ""
 
 
 FIELDS = types.MappingProxyType({
@@ -364,7 +363,6 @@ _ALL = (
             )
             for kind, axis in (("", 2), ("_bias", 1))
         ),
-        packed="mxfp4",
     ),
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = types.MappingProxyType({family.model_type: family for family in _ALL})

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from jaxrl_llm.errors import InputError
+from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models import weights
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, Llama3Rope, ModelConfig, Norm, Rope, TokenIds, Yarn
 from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
+from jaxrl_llm.models.packed_files import METHODS
 from jaxrl_llm.models.tokenizer import load_tokenizer, save_tokenizer, special_ids, with_pad_token
 from jaxrl_llm.system.signals import on_exit
 
@@ -69,8 +70,13 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
                 continue
             if not value and name not in family.required:
                 continue
-            packing = value.get("quant_method") if isinstance(value, dict) else None
-            if name == "quantization_config" and family.packed and packing == family.packed:
+            if name == "quantization_config" and isinstance(value, dict):
+                method = value.get("quant_method")
+                require(
+                    method in METHODS,
+                    f"config.json sets quantization_config of {method!r}, which is not read: take the model in 16 "
+                    f"bits, or packed by {', '.join(METHODS)}",
+                )
                 continue
             raise InputError(
                 f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it if it "

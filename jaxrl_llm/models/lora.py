@@ -8,13 +8,14 @@ trained directly, and its base may be a language model.
 
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.errors import require
-from jaxrl_llm.models.config import ADAPTED, Lora, ModelConfig
+from jaxrl_llm.models.config import ADAPTABLE, Lora, ModelConfig
 from jaxrl_llm.models.decoder import (
     INPUTS,
     Adapter,
@@ -81,27 +82,62 @@ def without_adapter(model: Decoder) -> Decoder:
 
 
 class BasePacker:
-    """Packs the matrices of a frozen model one stack after the other, as they are read: ``weights.read_parameters``.
-    ``checksums``: of all arrays as they were read, by path.
+    """Packs the matrices of a frozen model one layer after the other, as they are read: ``weights.read_parameters``.
+
+    Attributes:
+      checksums: of all arrays as they were read, by path.
+      form: the dtype in which they were read, and the kind if some were packed in the checkpoint.
     """
 
     def __init__(self, lora: Lora):
-        self._kind = lora.base
+        self._lora = lora
+        self.form = lora.read_dtype
         self.checksums: dict[str, jax.Array] = {}
 
-    def __call__(self, path: str, array: jax.Array) -> Any:
-        """Return the packed form of the array, which is deleted, or the array itself if its kind is not packed."""
-        self.checksums[path] = jax.block_until_ready(weight_checksums(array))
-        target = path.removeprefix("blocks/")
-        if target not in ADAPTED:
+    def __call__(
+        self, config: ModelConfig, path: str, read: Callable[..., Any], read_packed: Callable[..., Any]
+    ) -> jax.Array | QuantisedMatrix:
+        """Return a parameter, a matrix in its packed form.
+
+        Args:
+          read: reads all of it, or the layer of a number, [1, ...].
+          read_packed: reads the packed arrays of (kind, layer), [1, ...], if the checkpoint holds these, else None.
+        """
+        matrix, kind = path.removeprefix("blocks/"), self._lora.base
+        if matrix not in ADAPTABLE or not self._lora.packs(matrix, config):
+            array = read()
+            self._count(path, array)
             return array
-        packed = jax.block_until_ready(quantise(self._kind, array, INPUTS.get(target, 1)))
-        array.delete()
-        return packed
+        outer = int(matrix.startswith("experts/"))
+        sizes = parameter_shapes(config)[path.replace("/", ".")][1 + outer :][: INPUTS.get(matrix, 1)]
+        layers = []
+        for layer in range(config.layers):
+            if (arrays := read_packed(kind, layer)) is not None:
+                packed = QuantisedMatrix(kind, sizes, arrays, outer)
+                for name, array in arrays.items():
+                    self._count(f"{path}/{name}", array, layer)
+                self.form = f"{self._lora.read_dtype} {kind}"
+            else:
+                array = read(layer)
+                self._count(path, array, layer)
+                packed = jax.block_until_ready(pack_stack(kind, matrix, array))
+                array.delete()
+            layers.append(packed)
+        return jax.block_until_ready(jax.tree.map(lambda *parts: jnp.concatenate(parts), *layers))
+
+    def _count(self, path: str, array: jax.Array, layer: int = 0) -> None:
+        """Add an array's checksum, as part of a stack from this layer on."""
+        found = jax.block_until_ready(weight_checksums(array, layer))
+        self.checksums[path] = self.checksums[path] + found if path in self.checksums else found
 
     def digest(self) -> str:
         """Return the ``weights_digest`` of the model as it was read."""
         return digest_of_checksums(self.checksums)
+
+
+def pack_stack(kind: str, matrix: str, stack: jax.Array) -> QuantisedMatrix:
+    """Pack a stack of one of the ``ADAPTABLE`` matrices. InputError: its sizes do not allow it."""
+    return quantise(kind, stack, INPUTS.get(matrix, 1), int(matrix.startswith("experts/")))
 
 
 SEPARATE_SHARE = 0.6
@@ -115,14 +151,12 @@ def frozen_form(base: Decoder, lora: Lora, mesh: Any) -> Decoder:
     get float32: widening a layer at each decode step took a fifth of their speed. InputError: it cannot be packed.
     """
     if lora.packed:
-        dense = base.config.experts is None
-        require(dense, f"learner.lora.base {lora.base} is for models without experts: set it to bf16")
         parameters = to_parameters(base)
-        for part, name in (target.split("/") for target in ADAPTED):
+        for matrix in ADAPTABLE:
+            part, name = matrix.split("/")
             stack = parameters["blocks"].get(part, {}).get(name)
-            if stack is not None and not isinstance(stack, QuantisedMatrix):
-                inputs = INPUTS.get(f"{part}/{name}", 1)
-                parameters["blocks"][part][name] = quantise(lora.base, stack, inputs)
+            if stack is not None and not isinstance(stack, QuantisedMatrix) and lora.packs(matrix, base.config):
+                parameters["blocks"][part][name] = pack_stack(lora.base, matrix, stack)
         return Decoder(base.config, parameters)
     platform = platform_of(mesh)
     if platform == "cpu":

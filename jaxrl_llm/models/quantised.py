@@ -1,9 +1,14 @@
-"""Quantised matrices of a frozen model: int8 by output channel, and NF4 as in QLoRA (arXiv 2305.14314). Each product
-widens its own layer's matrix, in the forward and the backward pass: the wide form of a whole stack never exists.
+"""Quantised matrices of a frozen model. Each product widens its own layer's matrix, in the forward and the backward
+pass: the wide form of a whole stack never exists.
 
-NF4: blocks of 64 numbers along the inputs share a scale, and each number is one of 16, the quantiles of a normal
-distribution. The scales are 8-bit numbers themselves, in blocks of 256 after their mean is subtracted. The order of
-blocks, nibbles and codes is that of bitsandbytes.
+- int8: a scale for each output channel.
+- NF4, as in QLoRA (arXiv 2305.14314): blocks of 64 numbers along the inputs share a scale, and each number is one of
+  16, the quantiles of a normal distribution. The scales are 8-bit numbers themselves, in blocks of 256 after their mean
+  is subtracted. The order of blocks, nibbles and codes is that of bitsandbytes.
+- MXFP4 (OCP Microscaling 1.0): blocks of 32 numbers along the inputs share a power of two, and each number is one of
+  16, a sign, two bits of exponent and one of mantissa; the first of two in the lower bits, as in GPT-OSS.
+- FP8: numbers of type float8_e4m3fn, with a scale for each 128 inputs of 128 outputs, as in DeepSeek-V3 (arXiv
+  2412.19437).
 """
 
 import functools
@@ -15,6 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from jaxrl_llm.errors import require
 
@@ -24,8 +30,13 @@ NF4 = (
     0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
 )  # fmt: skip
 """The 16 numbers of NF4 (QLoRA, appendix E)."""
-BLOCK_SIZE, SCALE_BLOCK = 64, 256
-"""Numbers with a common scale, and scales with a common scale of their own."""
+MXFP4 = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""The 16 numbers of MXFP4."""
+BLOCK_SIZES = {"nf4": 64, "mxfp4": 32, "fp8": 128}
+"""Inputs with a common scale."""
+SCALE_BLOCK = 256
+"""Scales of NF4 with a common scale of their own."""
+LARGEST_FP8 = 448.0
 
 
 def dynamic_map() -> np.ndarray:
@@ -44,38 +55,45 @@ class QuantisedMatrix(nnx.Module):
     """A frozen matrix [in.., out..] in fewer bits, or a stack of them; the arrays are as ``quantise`` makes them.
 
     Attributes:
-      kind: "int8" or "nf4".
+      kind: "int8", "nf4", "mxfp4" or "fp8".
       inputs: sizes of the summed axes.
-      arrays: int8's ``codes`` and ``scales`` [out..]; NF4's ``nibbles`` [out.., in / 2], ``scales`` [out.., in / 64],
-        ``scale_scales`` and ``offset``.
+      outer: number of axes before them that are not of the stack: 1 for experts, else 0.
+      arrays: ``codes`` [outer.., in.., out..] of int8, and ``scales`` [outer.., out..]; ``codes`` of FP8, and
+        ``scales`` [outer.., in / 128, out / 128] of its two axes; ``nibbles`` [outer.., out.., in / 2] and ``scales``
+        [outer.., out.., in / 64 or 32] of NF4 and MXFP4, and NF4's ``scale_scales`` and ``offset``.
     """
 
-    def __init__(self, kind: str, inputs: tuple[int, ...], arrays: dict[str, jax.Array]):
-        self.kind, self.inputs = kind, inputs
+    def __init__(self, kind: str, inputs: tuple[int, ...], arrays: dict[str, jax.Array], outer: int = 0):
+        self.kind, self.inputs, self.outer = kind, inputs, outer
         for name, array in arrays.items():
             setattr(self, name, nnx.Param(array))
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """Return the arrays by name."""
+        return {name: x[...] for name, x in vars(self).items() if isinstance(x, nnx.Param)}
 
     if TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any: ...
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def quantise(kind: str, stack: jax.Array, inputs: int) -> QuantisedMatrix:
-    """Quantise a stack of matrices [L, in.., out..] with this number of summed axes. InputError: NF4's blocks do not
-    divide the inputs.
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def quantise(kind: str, stack: jax.Array, inputs: int, outer: int = 0) -> QuantisedMatrix:
+    """Quantise a stack of matrices [L, outer.., in.., out..] with these numbers of summed axes, and of axes before
+    them. InputError: blocks of NF4 or MXFP4 do not divide the inputs.
     """
-    sizes = stack.shape[1 : 1 + inputs]
-    if kind == "int8":
-        return QuantisedMatrix(kind, sizes, jax.lax.map(functools.partial(_quantise_int8, inputs), stack))
-    outputs, width = stack.shape[1 + inputs :], math.prod(sizes)
+    sizes = stack.shape[1 + outer : 1 + outer + inputs]
+    width = math.prod(sizes)
+    size = 1 if kind in ("int8", "fp8") else BLOCK_SIZES[kind]
     require(
-        width % BLOCK_SIZE == 0,
-        f"learner.lora.base nf4 packs {BLOCK_SIZE} inputs of a matrix together, and this model has one of {width}: "
+        width % size == 0,
+        f"learner.lora.base {kind} packs {size} inputs of a matrix together, and this model has one of {width}: "
         "set it to int8 or bf16",
     )
-    inputs_last = jnp.moveaxis(stack, tuple(range(1, 1 + inputs)), tuple(range(-inputs, 0)))
-    return QuantisedMatrix(kind, sizes, jax.lax.map(_quantise_nf4, inputs_last.reshape(len(stack), *outputs, width)))
+    each: Any = functools.partial(_QUANTISE[kind], inputs)
+    for _ in range(1 + outer):
+        each = functools.partial(jax.lax.map, each)
+    return QuantisedMatrix(kind, sizes, each(stack), outer)
 
 
 def _quantise_int8(inputs: int, matrix: jax.Array) -> dict[str, jax.Array]:
@@ -86,13 +104,38 @@ def _quantise_int8(inputs: int, matrix: jax.Array) -> dict[str, jax.Array]:
     return {"codes": jnp.round(wide / scales).astype(jnp.int8), "scales": jnp.squeeze(scales, axes)}
 
 
-def _quantise_nf4(matrix: jax.Array) -> dict[str, jax.Array]:
-    """Quantise one matrix [out.., in]."""
-    blocks = matrix.astype(jnp.float32).reshape(*matrix.shape[:-1], -1, BLOCK_SIZE)
+def _quantise_fp8(inputs: int, matrix: jax.Array) -> dict[str, jax.Array]:
+    """Quantise one matrix [in.., out..]."""
+    wide = matrix.astype(jnp.float32).reshape(math.prod(matrix.shape[:inputs]), -1)
+    size = BLOCK_SIZES["fp8"]
+    blocks = jnp.pad(wide, [(0, -n % size) for n in wide.shape])
+    blocks = blocks.reshape(-(-wide.shape[0] // size), size, -1, size)
+    scales = jnp.maximum(jnp.max(jnp.abs(blocks), (1, 3)) / LARGEST_FP8, jnp.finfo(jnp.float32).tiny)
+    codes = jnp.clip(wide / _spread_scales(scales, wide.shape), -LARGEST_FP8, LARGEST_FP8)
+    return {"codes": codes.astype(jnp.float8_e4m3fn).reshape(matrix.shape), "scales": scales}
+
+
+def _spread_scales(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Return each number's scale of FP8 [in, out]."""
+    for axis, size in enumerate(shape):
+        scales = jax.lax.slice_in_dim(jnp.repeat(scales, BLOCK_SIZES["fp8"], axis), 0, size, axis=axis)
+    return scales
+
+
+def _blocks_of(kind: str, inputs: int, matrix: jax.Array) -> jax.Array:
+    """Return one matrix [in.., out..] in float32, as blocks [out.., in / size, size]."""
+    rows = jnp.moveaxis(matrix, tuple(range(inputs)), tuple(range(-inputs, 0))).astype(jnp.float32)
+    return rows.reshape(*matrix.shape[inputs:], -1, BLOCK_SIZES[kind])
+
+
+def _quantise_nf4(inputs: int, matrix: jax.Array) -> dict[str, jax.Array]:
+    """Quantise one matrix [in.., out..]."""
+    blocks = _blocks_of("nf4", inputs, matrix)
     largest = jnp.max(jnp.abs(blocks), axis=-1)
     middles = jnp.asarray([(a + b) / 2 for a, b in itertools.pairwise(NF4)], jnp.float32)
-    scaled = (blocks / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)[..., None]).reshape(matrix.shape)
+    scaled = blocks / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)[..., None]
     nearest = jnp.searchsorted(middles, scaled, side="left", method="compare_all").astype(jnp.uint8)
+    nearest = nearest.reshape(*largest.shape[:-1], -1)
     offset = jnp.mean(largest)
     flat = (largest - offset).reshape(-1)
     flat = jnp.pad(flat, (0, -flat.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
@@ -108,30 +151,82 @@ def _quantise_nf4(matrix: jax.Array) -> dict[str, jax.Array]:
     }
 
 
+def _quantise_mxfp4(inputs: int, matrix: jax.Array) -> dict[str, jax.Array]:
+    """Quantise one matrix [in.., out..]: a block's power of two is that of its largest number over 4."""
+    blocks = _blocks_of("mxfp4", inputs, matrix)
+    bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
+    scales = jnp.maximum((bits >> 23).astype(jnp.int32) - 2, 1).astype(jnp.uint8)
+    scaled = blocks / _power_of_two(scales)[..., None]
+    size = jnp.abs(scaled)
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(MXFP4[:8])]
+    # A number in the middle goes to the even one of two codes.
+    above = [size >= middle if index % 2 else size > middle for index, middle in enumerate(middles)]
+    codes = functools.reduce(jnp.add, (x.astype(jnp.uint8) for x in above)) + 8 * (scaled < 0).astype(jnp.uint8)
+    codes = codes.reshape(*scales.shape[:-1], -1)
+    return {"nibbles": codes[..., ::2] | codes[..., 1::2] << 4, "scales": scales}
+
+
+def _power_of_two(code: jax.Array) -> jax.Array:
+    """Return 2 ** (code - 127), float32, exactly; 0 for code 0."""
+    return jax.lax.bitcast_convert_type(code.astype(jnp.uint32) << 23, jnp.float32)
+
+
 def widen(matrix: jax.Array | QuantisedMatrix, dtype: Any) -> jax.Array:
-    """Return one matrix [in.., out..] in a floating dtype."""
+    """Return one matrix [in.., out..] in a floating dtype; experts' [E, in.., out..]."""
     if not isinstance(matrix, QuantisedMatrix):
         return matrix.astype(dtype)
-    scales = matrix.scales[...]
-    if matrix.kind == "int8":
-        return (matrix.codes[...].astype(jnp.float32) * scales[(None,) * len(matrix.inputs)]).astype(dtype)
-    nibbles = matrix.nibbles[...]
+    each: Any = functools.partial(_WIDEN[matrix.kind], matrix.inputs, dtype)
+    arrays = matrix.arrays()
+    for _ in range(matrix.outer):
+        each = jax.vmap(each)
+        # Otherwise a GPU's compiler may transpose a whole stack of packed experts before a loop over layers.
+        arrays = {name: with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for name, x in arrays.items()}
+    return each(arrays)
+
+
+def _widen_int8(inputs: tuple[int, ...], dtype: Any, arrays: dict[str, jax.Array]) -> jax.Array:
+    return (arrays["codes"].astype(jnp.float32) * arrays["scales"][(None,) * len(inputs)]).astype(dtype)
+
+
+def _widen_fp8(inputs: tuple[int, ...], dtype: Any, arrays: dict[str, jax.Array]) -> jax.Array:
+    codes = arrays["codes"]
+    wide = codes.astype(jnp.float32).reshape(math.prod(inputs), -1)
+    return (wide * _spread_scales(arrays["scales"], wide.shape)).astype(dtype).reshape(codes.shape)
+
+
+def _widen_nf4(inputs: tuple[int, ...], dtype: Any, arrays: dict[str, jax.Array]) -> jax.Array:
+    scales, nibbles = arrays["scales"], arrays["nibbles"]
     flat = jnp.asarray(dynamic_map())[scales.reshape(-1)]
     padded = jnp.pad(flat, (0, -flat.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
-    largest = (padded * matrix.scale_scales[...][:, None]).reshape(-1)[: flat.size] + matrix.offset[...]
-    pairs = jnp.stack([nibbles >> 4, nibbles & 15], axis=-1)
-    blocks = _nf4_number(pairs).reshape(*scales.shape, BLOCK_SIZE) * largest.reshape(scales.shape)[..., None]
-    rows = blocks.reshape(*nibbles.shape[:-1], *matrix.inputs).astype(dtype)
-    outputs = nibbles.ndim - 1
+    largest = (padded * arrays["scale_scales"][:, None]).reshape(-1)[: flat.size] + arrays["offset"]
+    codes = jnp.stack([nibbles >> 4, nibbles & 15], axis=-1)
+    return _widen_blocks(_number_of(NF4, codes), largest.reshape(scales.shape), inputs, dtype)
+
+
+def _widen_mxfp4(inputs: tuple[int, ...], dtype: Any, arrays: dict[str, jax.Array]) -> jax.Array:
+    nibbles = arrays["nibbles"]
+    codes = jnp.stack([nibbles & 15, nibbles >> 4], axis=-1)
+    return _widen_blocks(_number_of(MXFP4, codes), _power_of_two(arrays["scales"]), inputs, dtype)
+
+
+def _widen_blocks(numbers: jax.Array, scales: jax.Array, inputs: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Return a matrix [in.., out..] of numbers [out.., in / 2, 2], and the scales [out.., blocks] of its blocks."""
+    outputs = scales.ndim - 1
+    blocks = numbers.reshape(*scales.shape, -1) * scales[..., None]
+    rows = blocks.reshape(*scales.shape[:-1], *inputs).astype(dtype)
     return jnp.moveaxis(rows, tuple(range(outputs)), tuple(range(-outputs, 0)))
 
 
-def _nf4_number(codes: jax.Array) -> jax.Array:
+def _number_of(table: tuple[float, ...], codes: jax.Array) -> jax.Array:
     """Return the numbers of codes 0 to 15, float32, exactly: by each bit one of two. A table would be read one by one,
     and choices among constants would be hoisted out of a scan, as sixteen arrays of a matrix's size.
     """
-    numbers: list[Any] = list(NF4)
+    numbers: list[Any] = list(table)
     for bit in range(4):
         is_set = ((codes >> bit) & 1).astype(jnp.float32)
         numbers = [high * is_set + low * (1 - is_set) for low, high in zip(numbers[::2], numbers[1::2], strict=True)]
     return numbers[0]
+
+
+_QUANTISE = {"int8": _quantise_int8, "nf4": _quantise_nf4, "mxfp4": _quantise_mxfp4, "fp8": _quantise_fp8}
+_WIDEN = {"int8": _widen_int8, "nf4": _widen_nf4, "mxfp4": _widen_mxfp4, "fp8": _widen_fp8}

@@ -2,10 +2,6 @@
 
 Reading goes by slices: each process fetches from the files only the values of its devices, one device's part of one
 stacked leaf at a time. Writing holds one tensor at a time.
-
-MXFP4 (OCP Microscaling 1.0): blocks of 32 numbers of 4 bits with a common power of two, two in a byte. GPT-OSS stores a
-matrix of an expert by its columns: ``_blocks`` uint8[E, out, in / 32, 16] and ``_scales`` uint8[E, out, in / 32], where
-the tensor itself is [E, in, out].
 """
 
 import functools
@@ -21,34 +17,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import FAMILIES, Fused, StoredTensor, Tensor, axis_sizes, our_shape, tensors_of
-
-BLOCK = 32
-VALUES = np.outer([1, -1], [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]).ravel().astype(np.float32)
-"""What the 16 patterns of bits stand for: a sign, two bits of exponent and one of mantissa."""
-
-
-def unpack_mxfp4(blocks: StoredTensor, scales: StoredTensor) -> StoredTensor:
-    """Return the tensor [E, in, out] of two that are read together, float32; InputError where they do not fit."""
-    fits = len(blocks.shape) == 4 and blocks.shape[3] == BLOCK // 2 and blocks.shape[:3] == scales.shape
-    require(
-        fits,
-        f"packed weights have blocks {list(blocks.shape)} and scales {list(scales.shape)}: fetch the checkpoint again",
-    )
-    experts, outputs, count, _ = blocks.shape
-    return StoredTensor((experts, count * BLOCK, outputs), functools.partial(_read_mxfp4, blocks, scales))
-
-
-def _read_mxfp4(blocks: StoredTensor, scales: StoredTensor, place: tuple[slice, ...]) -> np.ndarray:
-    experts, inputs, outputs = place
-    groups = slice(inputs.start // BLOCK, -(-inputs.stop // BLOCK))
-    packed = blocks.part((experts, outputs, groups, slice(0, BLOCK // 2)))
-    # The first of two numbers is in the lower bits; a scale of 127 is 1.
-    pairs = VALUES[np.stack([packed & 15, packed >> 4], axis=-1)].reshape(*packed.shape[:3], BLOCK)
-    exponents = scales.part((experts, outputs, groups)).astype(np.int32) - 127
-    values = np.ldexp(pairs, exponents[..., None]).reshape(*packed.shape[:2], -1)
-    first = inputs.start - groups.start * BLOCK
-    return values[:, :, first : first + inputs.stop - inputs.start].swapaxes(1, 2)
-
+from jaxrl_llm.models.packed_files import PackedTensor, unpack
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -78,12 +47,12 @@ def read_parameters(
     dtype: str,
     mesh: Any = None,
     scalar: bool = False,
-    pack: Callable[[str, Any], Any] | None = None,
+    pack: Callable[..., Any] | None = None,
 ) -> dict[str, Any]:
     """Read our nested dict of JAX arrays in one dtype, each laid out on the mesh by the rules of ``sharding``. Without
-    a mesh they are on the default device. A reward model (``scalar``) has ``scalar`` [D], and no LM head. ``pack``
-    maps the path of each array and the array to what takes its place before the next is read. InputError
-    names a missing, unknown or misshapen tensor.
+    a mesh they are on the default device. A reward model (``scalar``) has ``scalar`` [D], and no LM head. ``pack`` is a
+    ``lora.BasePacker``, which reads matrices into their packed form. InputError names a missing, unknown or misshapen
+    tensor.
     """
     import jax.numpy as jnp
     from flax import traverse_util
@@ -92,19 +61,62 @@ def read_parameters(
 
     stored = split_tensors(config, stored)
     check_tensors(config, stored, scalar)
-    kind = jnp.dtype(dtype)
+
+    def place(path: str, shape: tuple[int, ...], kind: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
+        if mesh is None:
+            return jnp.array(read(tuple(slice(0, size) for size in shape)))
+        return from_parts(shape, kind, layout_of(path, shape, mesh), read)
+
+    def read(tensor: Tensor, layer: int | None = None) -> Any:
+        """Read our parameter, or one layer's [1, ...]."""
+        shape = our_shape(tensor, config) if layer is None else (1, *our_shape(tensor, config)[1:])
+        first = layer or 0
+
+        def part(place: tuple[slice, ...]) -> np.ndarray:
+            place = (slice(place[0].start + first, place[0].stop + first), *place[1:])
+            return read_part(config, tensor, stored, jnp.dtype(dtype), place)
+
+        return place(tensor.path.replace(".", "/"), shape, jnp.dtype(dtype), part)
+
+    def read_packed(tensor: Tensor, kind: str, layer: int) -> dict[str, Any] | None:
+        arrays = packed_arrays(config, tensor, stored, kind, layer)
+        path = tensor.path.replace(".", "/")
+        return arrays and {name: place(f"{path}/{name}", x.shape, x.dtype, x.__getitem__) for name, x in arrays.items()}
+
     leaves = {}
     for tensor in tensors_of(config, scalar):
-        shape = our_shape(tensor, config)
-        read = functools.partial(read_part, config, tensor, stored, kind)
-        if mesh is None:
-            leaves[tensor.path] = jnp.array(read(tuple(slice(0, size) for size in shape)))
-        else:
-            layout = layout_of(tensor.path.replace(".", "/"), shape, mesh)
-            leaves[tensor.path] = from_parts(shape, kind, layout, read)
-        if pack is not None:
-            leaves[tensor.path] = pack(tensor.path.replace(".", "/"), leaves[tensor.path])
+        one = functools.partial(read, tensor)
+        leaves[tensor.path] = (
+            one()
+            if pack is None
+            else pack(config, tensor.path.replace(".", "/"), one, functools.partial(read_packed, tensor))
+        )
     return traverse_util.unflatten_dict(leaves, sep=".")
+
+
+def packed_arrays(
+    config: ModelConfig, tensor: Tensor, stored: Mapping[str, StoredTensor], kind: str, layer: int
+) -> dict[str, np.ndarray] | None:
+    """Read the arrays of a ``QuantisedMatrix`` [1, ...] of this kind of one layer; None if it is not stored so."""
+    sizes = axis_sizes(config)
+    names = _tensor_names(tensor, sizes)[layer : layer + 1]
+    parts = [stored[name] for name in names.flat]
+    outputs = tensor.hf_axes.split()[0]
+    together = []
+    for part in parts:
+        if not isinstance(part, PackedTensor) or part.kind != kind:
+            return None
+        arrays = part.arrays()
+        if kind == "nf4":
+            rows = [sizes[letter] for letter in outputs]
+            arrays |= {name: arrays[name].reshape(*rows, -1) for name in ("nibbles", "scales")}
+        elif kind == "fp8":
+            arrays = {"codes": to_ours(tensor, arrays["codes"], sizes), "scales": arrays["scales"].T}
+        together.append(arrays)
+    return {
+        name: np.stack([arrays[name] for arrays in together]).reshape(*names.shape, *np.shape(together[0][name]))
+        for name in together[0]
+    }
 
 
 def read_part(
@@ -171,14 +183,8 @@ def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, S
 
 
 def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors after unpacking MXFP4, and splitting those that hold several of ours."""
-    tensors = {}
-    for name, tensor in stored.items():
-        base = name.removesuffix("_blocks")
-        if base != name and f"{base}_scales" in stored:
-            tensors[base] = unpack_mxfp4(tensor, stored[f"{base}_scales"])
-        elif not (name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in stored):
-            tensors[name] = tensor
+    """Return a checkpoint's tensors, see ``unpack``, after splitting those that hold several of ours."""
+    tensors = unpack(stored)
     sizes = axis_sizes(config)
     shapes = {tensor.name: hf_shape(tensor, sizes) for tensor in tensors_of(config)}
     for fused, name, parts in _fused(config):
@@ -194,6 +200,10 @@ def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> di
             shape = (*source.shape[: fused.axis], length, *source.shape[fused.axis + 1 :])
             first = index if fused.alternating else sum(lengths[:index])
             tensors[part] = StoredTensor(shape, functools.partial(_read_piece, fused, source, first))
+            if isinstance(source, PackedTensor) and source.kind == "mxfp4":  # outputs come first in its arrays
+                step = len(lengths) if fused.alternating else 1
+                cut = functools.partial(source.cut, slice(first, first + step * (length - 1) + 1, step))
+                tensors[part] = PackedTensor(shape, tensors[part].part, kind=source.kind, arrays=cut)
     return tensors
 
 
@@ -274,17 +284,29 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path} is missing though the index names it; fetch it again") from None
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
-    floats = ("F64", "F32", "F16", "BF16")
-    views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
-    for name, view in views.items():
-        # Ends of the names of the two tensors that a packed one consists of.
-        packed = view.get_dtype() == "U8" and name.endswith(("_blocks", "_scales"))
-        if view.get_dtype() not in floats and not packed:
-            raise InputError(f"{path}: {name} is stored as {view.get_dtype()}; only {', '.join(floats)} are read")
-    return {
-        name: StoredTensor(tuple(view.get_shape()), functools.partial(operator.getitem, view))
-        for name, view in views.items()
-    }
+    tensors = {}
+    for name in file.keys():  # noqa: SIM118
+        view = file.get_slice(name)
+        dtype = view.get_dtype()
+        part = (
+            functools.partial(_read_fp8, path, name)
+            if dtype == "F8_E4M3"
+            else functools.partial(operator.getitem, view)
+        )
+        tensors[name] = StoredTensor(tuple(view.get_shape()), part, dtype)
+    return tensors
+
+
+def _read_fp8(path: Path, name: str, place: tuple[slice, ...]) -> np.ndarray:
+    """Read a part of a float8 tensor, which safetensors has no NumPy type for."""
+    import ml_dtypes
+
+    with path.open("rb") as file:
+        header = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(header))[name]
+    first = 8 + header + entry["data_offsets"][0]
+    codes = np.memmap(path, np.uint8, "r", first, tuple(entry["shape"]))[place]
+    return np.array(codes).view(ml_dtypes.float8_e4m3fn)
 
 
 def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype: str, limit: int = 5 * 10**9) -> None:

@@ -385,7 +385,7 @@ def choose_slots(
     if slots == USUAL_SLOTS:
         return usual, []
     others = {"--rollout.engine.kv_cache_dtype int8": with_engine(run, kv_cache_dtype="int8")}
-    if not lora.packed and (config.experts is None or not lora.rank):
+    if not lora.packed:
         name, value = ("base", "nf4") if lora.rank else ("rank", 16)
         learner = dataclasses.replace(run.learner, lora=dataclasses.replace(lora, **{name: value}))
         others = {f"--learner.lora.{name} {value}": dataclasses.replace(run, learner=learner)} | others

@@ -185,11 +185,12 @@ def as_shapes(tree: Any, layout: Any) -> Any:
 
 
 @jax.jit
-def weight_checksums(model: Any) -> Any:
+def weight_checksums(model: Any, first: Any = 0) -> Any:
     """Return a 64-bit checksum, uint32[2], of every weight; the sharding of the weights does not change it. Each
-    element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes.
+    element's bits are mixed with its place and added up modulo 2 ** 32, which no order of summation changes. Those of
+    parts of a stack, which begin at layer ``first``, add up to the stack's.
     """
-    return jax.tree.map(_checksum, model)
+    return jax.tree.map(functools.partial(_checksum, first=first), model)
 
 
 def checksums_by_name(model: Any) -> dict[str, jax.Array]:
@@ -208,11 +209,12 @@ def digest_of_checksums(checksums: dict[str, jax.Array]) -> str:
     return digest_of_parts(jax.device_get([checksums[path] for path in paths]))
 
 
-def _checksum(x: jax.Array) -> jax.Array:
+def _checksum(x: jax.Array, first: Any) -> jax.Array:
     bits = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * x.dtype.itemsize}")).astype(jnp.uint32)
     place = jnp.zeros(x.shape, jnp.uint32)
     for axis, size in enumerate(x.shape):
         place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis)
+        place += jnp.uint32(0 if axis else first)
     sums = [
         jnp.sum(_mix_bits(_mix_bits(place + jnp.uint32(seed)) ^ bits), dtype=jnp.uint32) for seed in (1, 0x9E3779B9)
     ]

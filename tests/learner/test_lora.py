@@ -35,7 +35,7 @@ from jaxrl_llm.models.layers import project_frozen
 from jaxrl_llm.models.lora import create_adapter, merge, model_of, policy_shapes, with_adapter
 from jaxrl_llm.rollout import Engine, Sampling
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.sharding.rules import RULES, parameter_path, weight_checksums
+from jaxrl_llm.sharding.rules import RULES, checksums_by_name, parameter_path, weight_checksums
 
 LORA = Lora(rank=2, alpha=3.0)
 LAYOUT, COMPUTE = Layout(8, 22, T), ComputeOptions(remat="full")
@@ -346,10 +346,12 @@ def test_a_checkpoint_holds_the_adapter_and_knows_its_base(tmp_path):
         assert "\n" not in str(refused.value)
         with pytest.raises(InputError, match="start over with --fresh"):
             store.restore(3, abstract_state(MODEL, build(OPTIMISER), True), mesh)
-    alone = restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy.params), other, MODEL)
+    alone = restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy.params), other, checksums_by_name(MODEL))
     chex.assert_trees_all_equal(leaves(alone), leaves(state.policy.params))
     with pytest.raises(InputError, match="trained on another model"):
-        restore_policy(tmp_path / "3", jax.eval_shape(lambda: state.policy.params), other, other_base())
+        restore_policy(
+            tmp_path / "3", jax.eval_shape(lambda: state.policy.params), other, checksums_by_name(other_base())
+        )
 
 
 def other_base():

@@ -26,7 +26,7 @@ from jaxrl_llm.models.decoder import Decoder, causal_rows, forward, to_parameter
 from jaxrl_llm.models.heads import ScalarModel, split_head, with_scalar_head
 from jaxrl_llm.models.lora import create_adapter, merge, model_of, with_adapter
 from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
-from jaxrl_llm.sharding.rules import parameter_path, weight_checksums
+from jaxrl_llm.sharding.rules import checksums_by_name, parameter_path, weight_checksums
 from jaxrl_llm.types import Role
 
 pytestmark = pytest.mark.slow
@@ -238,10 +238,12 @@ def test_the_model_of_a_run_learns_and_is_saved(lora, tmp_path):
         for where in (mesh, other):
             assert_same(store.restore(1, like(lora, others), where, base)[0], state, where)
     params = jax.eval_shape(lambda: state.policy.params)
-    assert_same(restore_policy(tmp_path / "1", params, other, base), state.policy.params, other)
+    assert_same(restore_policy(tmp_path / "1", params, other, checksums_by_name(base)), state.policy.params, other)
     if lora.rank:
         with pytest.raises(InputError, match="trained on another model"):
-            restore_policy(tmp_path / "1", params, mesh, split_head(with_scalar_head(tiny("plain", seed=1)))[0])
+            restore_policy(
+                tmp_path / "1", params, mesh, checksums_by_name(split_head(with_scalar_head(tiny("plain", seed=1)))[0])
+            )
 
 
 @pytest.mark.parametrize("name", ["adamw", "adafactor", "muon"])

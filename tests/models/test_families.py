@@ -155,7 +155,6 @@ def test_the_later_families_refuse_what_they_do_not_do():
     assert "no_rope_layers has 1 entries for 3 layers" in refusal("smollm3", no_rope_layers=[1])
     assert "attention_bias=False" in refusal("gpt_oss", attention_bias=False)
     assert "quantization_config" in refusal("gpt_oss", quantization_config={"quant_method": "awq"})
-    assert "quantization_config" in refusal("granite", quantization_config={"quant_method": "mxfp4"})
     assert read_config(attributes("gpt_oss", quantization_config={"quant_method": "mxfp4"})).family == "gpt_oss"
 
 

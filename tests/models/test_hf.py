@@ -18,10 +18,8 @@ from jaxrl_llm.models import load_pretrained, logits, save_pretrained
 from jaxrl_llm.models.config import TokenIds
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes, to_parameters
 from jaxrl_llm.models.families import axis_sizes, tensors_of
-from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.models.pretrained import generation_of
 from jaxrl_llm.models.weights import open_checkpoint, to_hf, to_ours, to_stored, write_checkpoint
-from jaxrl_llm.sharding import MeshShape, make_mesh
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 NAMES = sorted(path.name for path in FIXTURES.iterdir() if path.is_dir())
@@ -105,42 +103,6 @@ def test_each_rule_of_a_config_moves_the_logits(name, part, change):
     changed = {part: dataclasses.replace(getattr(config, part), **change)} if part else change
     other = Decoder(dataclasses.replace(config, **changed), parameters)
     assert np.abs(np.asarray(logits(other, example["tokens"])) - example["logits"]).max() > 1e-3
-
-
-@pytest.mark.slow
-def test_weights_in_mxfp4_are_read_by_slice(tmp_path):
-    """Packed here, number by number, from patterns of bits by the format's definition."""
-    directory = Path(shutil.copytree(FIXTURES / "gpt_oss", tmp_path / "packed"))
-    attributes = json.loads((directory / "config.json").read_text())
-    attributes |= {"quantization_config": {"quant_method": "mxfp4"}, "hidden_size": 64, "intermediate_size": 32}
-    (directory / "config.json").write_text(json.dumps(attributes))
-    random, wanted, tensors = np.random.default_rng(0), {}, {}
-    config = read_config(attributes)
-    zeros = {path: np.zeros(shape, np.float32) for path, shape in parameter_shapes(config).items()}
-    for name, tensor in to_stored(config, traverse_util.unflatten_dict(zeros, sep=".")).items():
-        tensors[name] = tensor.read()
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            continue
-        experts, inputs, outputs = tensors.pop(name).shape
-        bits = random.integers(0, 16, (experts, outputs, inputs // 32, 32))
-        scales = random.integers(118, 130, bits.shape[:3])
-        value = lambda b: (-1) ** (b >> 3) * (2.0 ** ((b >> 1 & 3) - 1) * (1 + (b & 1) / 2) if b & 6 else (b & 1) / 2)
-        whole = np.vectorize(value)(bits) * 2.0 ** (scales[..., None] - 127)
-        wanted[name] = whole.reshape(experts, outputs, inputs).swapaxes(1, 2)
-        tensors[f"{name}_blocks"] = (bits[..., ::2] + 16 * bits[..., 1::2]).astype(np.uint8)
-        tensors[f"{name}_scales"] = scales.astype(np.uint8)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    _, parameters = read(directory)
-    found = parameters["blocks"]["experts"]
-    for layer in range(2):
-        prefix = f"model.layers.{layer}.mlp.experts."
-        np.testing.assert_array_equal(found["gate"][layer], wanted[prefix + "gate_up_proj"][:, :, ::2])
-        np.testing.assert_array_equal(found["up"][layer], wanted[prefix + "gate_up_proj"][:, :, 1::2])
-        np.testing.assert_array_equal(found["down"][layer], wanted[prefix + "down_proj"])
-    model, _ = load_pretrained(directory, "float32", make_mesh(MeshShape(1, 4, 2)))
-    np.testing.assert_array_equal(model.weights.blocks.experts.down[...], found["down"])
-    rewrite(directory, lambda tensors: tensors.update({prefix + "down_proj_scales": np.zeros((4, 64, 2), np.uint8)}))
-    assert "fetch the checkpoint again" in refusal(directory)
 
 
 def test_a_fused_tensor_of_another_size_is_refused(tmp_path):

@@ -89,7 +89,7 @@ def test_every_chip_has_an_example_and_sound_peaks():
     ("Qwen/Qwen2.5-7B", 7_615_616_512),
     ("Qwen/Qwen2.5-32B", 32_763_876_352), ("Qwen/Qwen3-0.6B", 596_049_920), ("Qwen/Qwen3-8B", 8_190_735_360),
     ("meta-llama/Llama-3.1-8B", 8_030_261_248), ("meta-llama/Llama-3.2-1B", 1_235_814_400),
-    ("google/gemma-3-1b-it", 999_885_952)])  # fmt: skip
+    ("google/gemma-3-1b-it", 999_885_952), ("openai/gpt-oss-20b", 20_914_757_184)])  # fmt: skip
 def test_published_shapes_have_the_published_number_of_parameters(name, parameters):
     config, source = find_model_config(name)
     assert count_parameters(config)[0] == parameters and "copied into this package" in source
