@@ -3,7 +3,8 @@
     python tools/fit_table.py
 
 The run is ``grpo_qwen2_5_1_5b_gsm8k`` with one row of 4,096 tokens a microbatch. A cell has the slots (64 at most, a
-power of two) that fit beside the weights, for three ways to train: all weights / LoRA 16 bits / LoRA 4 bits (nf4).
+power of two) that fit beside the weights, for three ways to train: all weights / LoRA 16 bits / LoRA 4 bits (nf4; mxfp4
+for GPT-OSS).
 """
 
 import dataclasses
@@ -18,9 +19,9 @@ CARDS = ("t4:1", "v5e:1x1", "l4:1", "a100-40:1", "h100:1")
 MODELS = (
     "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B", "google/gemma-3-1b-it", "Qwen/Qwen2.5-1.5B", "Qwen/Qwen3-1.7B",
     "meta-llama/Llama-3.2-3B", "Qwen/Qwen3-4B", "meta-llama/Llama-3.1-8B", "Qwen/Qwen3-8B", "Qwen/Qwen3-14B",
-    "Qwen/Qwen3-32B",
+    "Qwen/Qwen3-32B", "openai/gpt-oss-20b", "Qwen/Qwen3-30B-A3B",
 )  # fmt: skip
-WAYS = (Lora(), Lora(16), Lora(16, base="nf4"))
+WAYS = (Lora(), Lora(16))
 
 
 def slots_that_fit(model: str, card: str, lora: Lora) -> str:
@@ -41,5 +42,6 @@ if __name__ == "__main__":
              "a100-40:1": "A100, 40 GB", "h100:1": "H100, A100, 80 GB"}  # fmt: skip
     print("| model | " + " | ".join(names[card] for card in CARDS) + " |\n" + "|---" * (len(CARDS) + 1) + "|")
     for model in MODELS:
-        cells = (" / ".join(slots_that_fit(model, card, way) for way in WAYS) for card in CARDS)
+        few_bits = Lora(16, base="mxfp4" if "gpt-oss" in model else "nf4")
+        cells = (" / ".join(slots_that_fit(model, card, way) for way in (*WAYS, few_bits)) for card in CARDS)
         print(f"| `{model}` | {' | '.join(cells)} |", flush=True)

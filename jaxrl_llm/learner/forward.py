@@ -153,6 +153,11 @@ class Forward:
         """Compute one output [M, B, T, ...] of a whole step's completions, without a gradient."""
         return score(model, packed, jnp.float32(self.temperature), self.compute, output)
 
+    def lower_score(self, model: Any, packed: Packed, output: Output) -> jax.stages.Lowered:
+        """Lower the program of ``score`` for shapes."""
+        arguments = model, scored_part(packed), jnp.float32(self.temperature), self.compute, output
+        return jitted_score(self.compute.compiler).lower(*arguments)
+
     def by_sample(self, model: Any, samples: Sequence[Sample], output: Output = "logp") -> list[Any]:
         """Compute one output without a gradient, [t, ...] for each sample, on every process."""
         packed = self.packed(samples, POLICY)
@@ -240,12 +245,16 @@ def microbatch(packed: Packed, index: jax.Array) -> Packed:
 
 
 def score(model: Any, packed: Packed, temperature: jax.Array, compute: ComputeOptions, output: Output = "logp") -> Any:
-    """Compute one output [M, B, T, ...] of a whole step's completions, without a gradient. What objectives alone read
-    is left out, so that this is one program whatever they are. Experts are replayed if ``packed`` has those to take.
+    """Compute one output [M, B, T, ...] of a whole step's completions, without a gradient. Experts are replayed if
+    ``packed`` has those to take.
     """
+    return jitted_score(compute.compiler)(model, scored_part(packed), temperature, compute, output)
+
+
+def scored_part(packed: Packed) -> Packed:
+    """Return the data without what objectives alone read, so that ``score`` is one program whatever they are."""
     replayed = {name: x for name, x in packed.by_column.items() if name == EXPERTS_REPLAYED}
-    packed = packed._replace(counted={}, by_sequence={}, by_token={}, by_column=replayed, counts=None)
-    return jitted_score(compute.compiler)(model, packed, temperature, compute, output)
+    return packed._replace(counted={}, by_sequence={}, by_token={}, by_column=replayed, counts=None)
 
 
 @cache

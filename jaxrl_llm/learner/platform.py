@@ -13,7 +13,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.batch import Layout, Sample
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import Training
-from jaxrl_llm.models.config import ComputeOptions, ModelConfig
+from jaxrl_llm.models.config import PACKED, ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import Adapter, parameter_shapes, training_flops, visible_pairs
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.layers import SHORT
@@ -161,21 +161,23 @@ def tokens_in_memory(
     of the mesh's axes fsdp and tensor. ``memory``: bytes of the device, infinite if unknown.
     """
     weight_bytes = jnp.dtype(settings.initial_dtype).itemsize
-    if settings.lora.rank:  # held, and where layers are separate once more, stacked
+    if settings.lora.packed:
+        bytes_per_weight = PACKED[settings.lora.base]
+    elif settings.lora.rank:  # held, and where layers are separate once more, stacked
         bytes_per_weight = 2 * weight_bytes
     else:  # itself, a reference, a microbatch's gradients; their sum and two moments in float32; as computed with
         bytes_per_weight = 3 * weight_bytes + 3 * 4 + jnp.dtype(compute.dtype).itemsize
     free = memory - bytes_per_weight * sum(map(math.prod, parameter_shapes(config).values())) / math.prod(sizes)
-    return ACTIVATION_SHARE * free / sum(token_bytes(compute, config, row_tokens, 1 / sizes[1], settings.lora.rank > 0))
+    return ACTIVATION_SHARE * free / sum(token_bytes(compute, config, row_tokens, 1 / sizes[1]))
 
 
 def token_bytes(
-    compute: ComputeOptions, config: ModelConfig, row_tokens: int, share: float, adapted: bool, update: bool = True
+    compute: ComputeOptions, config: ModelConfig, row_tokens: int, share: float, update: bool = True
 ) -> tuple[float, float]:
     """Estimate by a formula the bytes that a pass needs for each token of a device's part of a microbatch, in rows of
     ``row_tokens`` S: those kept of all layers for the backward pass (0 without ``update``), and those in use at one
     time, for the widest layer and hidden states. Kernels of attention keep no scores. ``share``: of a matrix product
-    that the device does; ``adapted``: a frozen model's and its adapter's are two.
+    that the device does.
     """
     a = config.attention
     width = jnp.dtype(compute.dtype).itemsize
@@ -187,7 +189,7 @@ def token_bytes(
     # Between matrix products ``tensor`` divides the positions of hidden states.
     hidden = config.width * share
     products = hidden + ((a.heads + 2 * a.kv_heads) * a.head_dim + 2 * config.active_width) * share
-    dots = 2 * hidden + products * (1 + adapted)
+    dots = 2 * hidden + products
     # Longer rows compute their scores again.
     every = layer + (scores if row_tokens <= SHORT else 0)
     kept = {"offload": 0.0, "full": hidden * width, "dots": dots * width, "none": every}[compute.remat]

@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxrl_llm.learner.batch import Packed, Sample, packed_shapes
 from jaxrl_llm.learner.forward import (
     Forward,
+    Output,
     batch_shardings,
     compute_outputs,
     expert_load,
@@ -64,17 +65,18 @@ class Update:
         """Lower ``program``."""
         return self.program.lower(*self.arguments(state, packed, coefficients))
 
-    def compile_ahead(self, state: TrainState, packed: Packed, coefficients: dict[str, Any], mesh: Mesh) -> None:
-        """Begin to compile the program in a thread, which the first call waits for. ``state``, ``packed``: as shapes.
-        What fails there is raised by the call.
+    def compile_ahead(self, programs: Sequence[Callable[[], jax.stages.Lowered]], mesh: Mesh) -> None:
+        """Begin to compile in a thread what these lower, the update or what comes before it: the first call waits for
+        it. What fails there is raised by the call.
         """
 
-        def compile_it() -> None:
-            with contextlib.suppress(Exception), jax.set_mesh(mesh):
-                self.lower(state, packed, coefficients).compile()
+        def compile_them() -> None:
+            for lower in programs:
+                with contextlib.suppress(Exception), jax.set_mesh(mesh):
+                    lower().compile()
 
         self.compiled()
-        self._compiling = threading.Thread(target=compile_it)
+        self._compiling = threading.Thread(target=compile_them)
         self._compiling.start()
 
     def compiled(self) -> None:
@@ -425,6 +427,8 @@ def learn(
     measure_kl = measure_kl and learns_policy
     kl_to = kl_arrays(state, training, measure_kl, monitor_kl)
     batches = []
+    for trained in training:
+        trained.update.compiled()
     for samples in split_minibatches(groups, settings.minibatches):
         packed = forward.packed(samples, objectives)
         packed = with_replayed_routes(packed, settings.routing_replay, model_of(state), forward.compute)
@@ -480,17 +484,24 @@ def compile_ahead(
     coefficients: dict[str, Any],
     others: Collection[str] = (),
 ) -> None:
-    """Begin to compile the updates of all roles in threads. ``samples``: of an update, at their longest; the other
-    arguments are those of ``learn`` and of ``planned_data``.
+    """Begin to compile the updates of all roles in threads, and before them the passes for arrays that they need.
+    ``samples``: of an update, at their longest; the other arguments are those of ``learn`` and of ``planned_data``.
     """
     packed, _ = planned_data(samples, forward, training, others)
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    programs = []
+    if settings.routing_replay == "off" or model_of(state).config.experts is None:
+        given = set().union(*(sample.arrays for sample in samples))
+        passes = scored(shapes, packed, (set(PRECOMPUTED) & packed.by_token.keys()) - given)
+        programs = [functools.partial(forward.lower_score, *arguments) for arguments in passes.values()]
     shapes = shapes._replace(frozen={})
     coefficients = {"temperature": forward.temperature} | coefficients
     for trained in training:
         limit = settings.target_kl is not None and trained.role == "policy"
         numbers = coefficients | ({"target_kl": math.inf} if limit else {})
-        trained.update.compile_ahead(shapes, trained.reads(packed), numbers, forward.mesh)
+        update = functools.partial(trained.update.lower, shapes, trained.reads(packed), numbers)
+        trained.update.compile_ahead([*programs, update], forward.mesh)
+        programs = []
 
 
 def count_not_finite(groups: Sequence[Sequence[Sample]]) -> Metrics:
@@ -529,15 +540,19 @@ def update_roles(
 
 
 def precompute(state: TrainState, packed: Packed, forward: Forward, names: set[str]) -> dict[str, jax.Array]:
-    """Compute the arrays [M, B, T] of these names, at the shapes that the updates use. Experts are replayed for the
+    """Compute the arrays [M, B, T] of these names, at the shapes that the updates use."""
+    return {name: forward.score(*arguments) for name, arguments in scored(state, packed, names).items()}
+
+
+def scored(state: TrainState, packed: Packed, names: set[str]) -> dict[str, tuple[Any, Packed, Output]]:
+    """Return (model, data, output) of the passes for these names of ``PRECOMPUTED``. Experts are replayed for the
     policy alone.
     """
-    arrays = {}
+    passes = {}
     for name in sorted(names):
         role, output = PRECOMPUTED[name]
-        role_packed = packed if role == "policy" else without_routes(packed)
-        arrays[name] = forward.score(model_of(state, role), role_packed, output)
-    return arrays
+        passes[name] = model_of(state, role), packed if role == "policy" else without_routes(packed), output
+    return passes
 
 
 def kl_of_policy(state: TrainState, batches: Sequence[Packed], forward: Forward) -> dict[str, Any]:

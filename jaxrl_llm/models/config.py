@@ -1,6 +1,8 @@
 """The architecture of a decoder as hashable values; families.py fills them from config.json."""
 
 import dataclasses
+import types
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from jaxrl_llm.errors import require
@@ -117,8 +119,8 @@ ADAPTED = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/do
 """The matrices of a layer that an adapter adapts unless its settings say otherwise."""
 ADAPTABLE = (*ADAPTED, "experts/gate", "experts/up", "experts/down")
 """The matrices of a layer that an adapter may adapt."""
-PACKED = ("int8", "fp8", "nf4", "mxfp4")
-"""The forms in which a frozen model's matrices are packed."""
+PACKED: Mapping[str, float] = types.MappingProxyType({"int8": 1.0, "fp8": 1.0, "nf4": 0.516, "mxfp4": 0.532})
+"""The forms in which a frozen model's matrices are packed, and the bytes of a number in each."""
 
 
 @dataclasses.dataclass(frozen=True)

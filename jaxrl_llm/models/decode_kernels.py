@@ -18,7 +18,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxrl_llm.models.config import Attention
 from jaxrl_llm.models.layers import MASKED, softcap
 from jaxrl_llm.sharding import batch_parts, platform_of
-from jaxrl_llm.sharding.mesh import has_bfloat16
+from jaxrl_llm.sharding.mesh import device_of, has_bfloat16
 
 LANES, SUBLANES = 128, 8
 """A TPU's tile of float32, its last dimension first."""
@@ -70,7 +70,7 @@ def form_for(config: Attention, slots: int, mesh: Mesh | AbstractMesh | None) ->
         return None
     width = config.head_dim
     powers = width & (width - 1) == 0 and 16 <= width <= 256
-    return ByLength(platform) if platform == "tpu" or (powers and has_bfloat16(mesh)) else None
+    return ByLength(platform) if platform == "tpu" or (powers and has_bfloat16(device_of(mesh))) else None
 
 
 def block_columns(columns: int) -> int:

@@ -37,6 +37,10 @@ input in the host's memory.
 """
 
 
+_ADAPTED_PRODUCTS = jax.checkpoint_policies.save_only_these_names("adapted_product")
+"""The policy "dots" below adapters: the sum of two products, without either."""
+
+
 INPUTS = {"attn/o": 2}
 """Number of summed axes of a layer's matrix, where it is not one."""
 
@@ -140,7 +144,7 @@ def linear(w: Weights, part: str, name: str, x: jax.Array) -> jax.Array:
     if hasattr(w, "adapter"):
         factors = getattr(getattr(w.adapter.weights, part, None), name, None)
         pair = None if factors is None else (factors.a[...], factors.b[...])
-        return layers.project_frozen(inputs, w.adapter.scale, x, matrix, pair)
+        return checkpoint_name(layers.project_frozen(inputs, w.adapter.scale, x, matrix, pair), "adapted_product")
     return layers.project(x, matrix) if inputs == 1 else layers.contract(x, matrix, inputs)
 
 
@@ -347,7 +351,8 @@ def routed(
         x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend, forced, compute)
         return activation(x, "residual"), routing
 
-    policy = REMAT[compute.remat]
+    adapted = hasattr(model.weights.blocks, "adapter") and not model.weights.blocks.adapter.merged
+    policy = _ADAPTED_PRODUCTS if compute.remat == "dots" and adapted else REMAT[compute.remat]
     layer = apply_layer if policy is None else jax.checkpoint(apply_layer, policy=policy)
     # First whole: positions divided as the vocabulary is would gather the table instead.
     x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")

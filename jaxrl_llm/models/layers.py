@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import Attention, ComputeOptions, Llama3Rope, ModelConfig, Norm, Rope, Yarn
-from jaxrl_llm.models.quantised import QuantisedMatrix, widen
+from jaxrl_llm.models.quantised import QuantisedMatrix, widen_codes
 from jaxrl_llm.sharding import BATCH, fit_spec
 
 ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True)}
@@ -100,7 +100,8 @@ def project_frozen(
 
 def _project_frozen(inputs: int, scale: float, x: jax.Array, w: Any, factors: Any) -> tuple[jax.Array, Any]:
     wide = functools.partial(jnp.tensordot, axes=inputs, preferred_element_type=wide_dtype(x))
-    out = contract(x, widen(w, x.dtype), inputs, wide_dtype(x))
+    matrix, output_scales = widen_codes(w, x.dtype)
+    out = contract(x, matrix, inputs, wide_dtype(x)) * output_scales
     if factors is None:
         return out.astype(x.dtype), (x, w, None, None)
     a, b = factors
@@ -118,7 +119,8 @@ def _project_frozen_backward(inputs: int, scale: float, saved: Any, g: jax.Array
         axes = (tuple(range(g.ndim - outputs, g.ndim)), tuple(range(w.ndim - outputs, w.ndim)))
         return jnp.tensordot(g, w, axes, preferred_element_type=wide_dtype(x))
 
-    d_x = back(g, widen(w, x.dtype), outputs)
+    matrix, output_scales = widen_codes(w, x.dtype)
+    d_x = back((g.astype(wide_dtype(x)) * output_scales).astype(x.dtype), matrix, outputs)
     if factors is None:
         return d_x.astype(x.dtype), None, None
     a, b = factors

@@ -184,6 +184,15 @@ def widen(matrix: jax.Array | QuantisedMatrix, dtype: Any) -> jax.Array:
     return each(arrays)
 
 
+def widen_codes(matrix: jax.Array | QuantisedMatrix, dtype: Any) -> tuple[jax.Array, jax.Array | float]:
+    """Return a matrix [in.., out..], and the scales [1, 1, out..] of its products: int8's in bfloat16, else 1. GPUs
+    convert int8 as they multiply; what is scaled before is rounded once more, and written and read in its wide form.
+    """
+    if isinstance(matrix, QuantisedMatrix) and matrix.kind == "int8" and dtype == jnp.bfloat16:
+        return matrix.codes[...].astype(dtype), matrix.scales[...][None, None]
+    return widen(matrix, dtype), 1.0
+
+
 def _widen_int8(inputs: tuple[int, ...], dtype: Any, arrays: dict[str, jax.Array]) -> jax.Array:
     return (arrays["codes"].astype(jnp.float32) * arrays["scales"][(None,) * len(inputs)]).astype(dtype)
 

@@ -188,7 +188,7 @@ def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
     tokens = layout.rows * layout.row_tokens / layout.parts
     positions = planned.packed.predictions.target.shape[-1]
     logits = 2 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share  # and their gradient, float32
-    kept, in_use = token_bytes(compute, config, layout.row_tokens, share, frozen, update)
+    kept, in_use = token_bytes(compute, config, layout.row_tokens, share, update)
     layer, head = tokens * in_use, logits
     if mesh.shape["fsdp"] > 1:
         trained = update and not frozen

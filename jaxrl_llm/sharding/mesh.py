@@ -205,20 +205,31 @@ def device_memory(mesh: Mesh | AbstractMesh) -> float:
     return limit if chip is None else chip.memory
 
 
-def check_dtype(dtype: str, chip: "Chip | None") -> None:
-    """Refuse to learn in bfloat16 on a chip that does not compute in it; None for one that is not known."""
-    words = f"{chip and chip.name} has no bfloat16: set learner.compute.dtype float32 (float16 is not trained in)"
-    require(chip is None or chip.bfloat16 or dtype != "bfloat16", words)
+def check_dtype(dtype: str, device: Any) -> None:
+    """Refuse to learn in bfloat16 on a device, or a ``Chip``, that does not compute in it."""
+    name = device.name if isinstance(device, Chip) else device.device_kind
+    words = f"{name} has no bfloat16: set learner.compute.dtype float32 (float16 is not trained in)"
+    require(dtype != "bfloat16" or has_bfloat16(device), words)
 
 
-def has_bfloat16(mesh: Mesh | AbstractMesh | None) -> bool:
-    """Whether the devices compute in bfloat16; the GPUs that do (from Ampere on) are those that Triton supports."""
-    chip = None if mesh is None else _chip_on(mesh)
-    return chip is None or chip.bfloat16
+def has_bfloat16(device: Any) -> bool:
+    """Whether a device, or a ``Chip``, computes in bfloat16; None does. NVIDIA's that do are those that Triton knows,
+    from Ampere on.
+    """
+    chip = device if device is None or isinstance(device, Chip) else chip_of(device.device_kind)
+    capability = re.match(r"\d+", str(getattr(device, "compute_capability", "")))
+    return chip.bfloat16 if chip is not None else capability is None or int(capability[0]) >= 8
+
+
+def device_of(mesh: Mesh | AbstractMesh | None) -> Any:
+    """Return a device of the mesh; None without one."""
+    if mesh is None or isinstance(mesh, AbstractMesh):
+        return mesh and mesh.abstract_device
+    return mesh.devices.flat[0]
 
 
 def _chip_on(mesh: Mesh | AbstractMesh) -> "Chip | None":
-    device = mesh.abstract_device if isinstance(mesh, AbstractMesh) else mesh.devices.flat[0]
+    device = device_of(mesh)
     return None if device is None else chip_of(device.device_kind)
 
 

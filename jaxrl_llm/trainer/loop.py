@@ -23,7 +23,7 @@ from jaxrl_llm.models.lora import model_of
 from jaxrl_llm.rules import DONE, FOUND, GUARD, Decision, decide
 from jaxrl_llm.rules.guards import ENDED, EVENT_ENDED
 from jaxrl_llm.sharding.distributed import ALONE, Peers
-from jaxrl_llm.sharding.mesh import all_devices, check_dtype, chip_of
+from jaxrl_llm.sharding.mesh import all_devices, check_dtype
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.system.paths import PROFILE
 from jaxrl_llm.system.signals import PREEMPTED, Preemption, on_exit
@@ -67,7 +67,7 @@ def train(
     devices = all_devices()
     for number in phases:
         settings = configs.in_phase(run, number)
-        check_dtype(settings.learner.compute.dtype, chip_of(devices[0].device_kind))
+        check_dtype(settings.learner.compute.dtype, devices[0])
         configs.validate_on_devices(settings, len(devices), peers.count)
     start, first_phase, resume_events = resume_point(run, directory, peers, say)
     with (

@@ -12,7 +12,7 @@ from tiny import logprob_and_entropy, tiny
 from jaxrl_llm.algorithms import PolicyBatch, policy_loss
 from jaxrl_llm.learner import Forward, PolicyGradient, Sample, Training, make_update
 from jaxrl_llm.learner.optimiser import build, learning_rate
-from jaxrl_llm.learner.update import accumulate
+from jaxrl_llm.learner.update import Update, accumulate
 from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import causal_rows, forward, logits
 from jaxrl_llm.models.heads import with_scalar_head
@@ -21,6 +21,13 @@ from jaxrl_llm.types import Role
 
 PROMPTS, G, T, WIDTH = ([1, 2, 3], [7] * 9, [5, 6]), 4, 10, 20
 TEMPERATURE = 0.8
+
+
+class UpdateBy(Update):
+    """An update by a function that nobody compiles."""
+
+    def __call__(self, *given):
+        return self.program(*given)
 
 
 def sample(prompt, tokens, mask, sampler_logp, advantage, fresh=True, kept=None):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learner.rollouts import T, forward_on, groups, one_device, policy_training, rollout, sample
+from learner.rollouts import T, UpdateBy, forward_on, groups, one_device, policy_training, rollout, sample
 from tiny import VOCAB, Compilations, equations, tiny
 
 from jaxrl_llm.algorithms import PRESETS
@@ -41,7 +41,7 @@ def step(settings, algorithm):
         }
 
     def whole(state):
-        training = (Training(real.objectives, update),)
+        training = (Training(real.objectives, UpdateBy(update)),)
         return learn(state, samples, settings, forward_on(MESH, Layout(2, 40, T), ComputeOptions()), training, {}, 0)[0]
 
     state = create_state(tiny("windows"), build(settings.optimiser), algorithm.needs_reference, MESH)
@@ -98,7 +98,7 @@ def test_programs_are_compiled_once_and_ahead():
         for members in (groups(rollout()), groups(rollout())[:1]):
             state, _ = learn(state, members, settings, forward, (real,), {}, 0)
     assert int(state.policy.updates) == 4
-    assert [compilations.heard.count(f"jit({name})") for name in ("update", "_score")] == [0, 1]
+    assert not {"jit(update)", "jit(_score)"} & {*compilations.heard}
 
 
 def test_an_update_waits_for_its_compilation():
@@ -117,6 +117,6 @@ def test_an_update_waits_for_its_compilation():
             return arguments[0], {}
 
     update, state = Update(Slow()), create_state(tiny("windows"), build(Optimiser()), False, MESH)
-    update.compile_ahead(state, None, {}, MESH)
+    update.compile_ahead([update.program.lower], MESH)
     update(state, None, {})
     assert said == ["compiled", "called"]

@@ -17,8 +17,8 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.learner import Layout, Optimiser, create_state, pack
 from jaxrl_llm.learner.forward import put_on_mesh
 from jaxrl_llm.learner.optimiser import build
-from jaxrl_llm.models import quantised
-from jaxrl_llm.models.config import Attention, ComputeOptions, Experts, Lora, ModelConfig
+from jaxrl_llm.models import layers, quantised
+from jaxrl_llm.models.config import ADAPTED, Attention, ComputeOptions, Experts, Lora, ModelConfig
 from jaxrl_llm.models.decoder import cast, initialise, logits, to_parameters
 from jaxrl_llm.models.hf import save_pretrained
 from jaxrl_llm.models.lora import BasePacker, create_adapter, frozen_form, merge, with_adapter
@@ -30,14 +30,15 @@ from jaxrl_llm.sharding.rules import checksums_by_name, parameter_path, weights_
 CONFIG = ModelConfig("llama", VOCAB, 64, 3, 192, Attention(4, 2, 16))
 MIXTURE = ModelConfig("mixtral", VOCAB, 64, 3, 64, Attention(4, 2, 16), experts=Experts(4, 2, 128, True))
 BASE = cast(initialise(CONFIG, jax.random.key(0), scale=0.1), "bfloat16")
+EXPERTS = cast(initialise(MIXTURE, jax.random.key(0), scale=0.1), "bfloat16")
 TOKENS = np.arange(24).reshape(2, 12)
 CODES = {"int8": "int8", "fp8": "float8_e4m3fn", "nf4": "uint8", "mxfp4": "uint8"}
 KINDS = ("int8", "nf4", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("fp8", "mxfp4")))
 
 
-def adapter(kind):
+def adapter(kind, config=CONFIG, targets=ADAPTED):
     """An adapter that matters."""
-    fresh = create_adapter(CONFIG, Lora(2, 3.0, base=kind), jax.random.key(0))
+    fresh = create_adapter(config, Lora(2, 3.0, targets, kind), jax.random.key(0))
     random = np.random.default_rng(1)
     return jax.tree.map(lambda x: jnp.asarray(0.2 * random.normal(size=x.shape).astype(np.float32)), fresh)
 
@@ -77,6 +78,16 @@ def test_int8_is_off_by_half_a_step_at_most(inputs):
         step = np.abs(stack[index]).max(axis=tuple(range(inputs))) / 127
         assert layer.codes[...].dtype == jnp.int8 and layer.scales[...].shape == step.shape
         assert (np.abs(np.asarray(quantised.widen(layer, jnp.float32)) - stack[index]) <= 0.5001 * step).all()
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(1, 3, *stack.shape[1 : 1 + inputs])), jnp.bfloat16)
+    found = layers.project_frozen(inputs, 1.0, x, layer_of(packed), None)
+    wanted = np.tensordot(np.float64(x), np.float64(quantised.widen(layer_of(packed), jnp.float32)), inputs)
+    assert found.dtype == jnp.bfloat16, "rounded once"
+    np.testing.assert_allclose(np.float64(found), wanted, rtol=2**-8, atol=1e-5)
+    back = jax.vjp(lambda x: layers.project_frozen(inputs, 1.0, x, layer_of(packed), None), x)[1](found)[0]
+    axes = tuple(range(-stack[0].ndim + inputs, 0))
+    matrix, g = np.float64(quantised.widen(layer_of(packed), jnp.float32)), np.float64(found)
+    wanted, most = np.tensordot(g, matrix, (axes, axes)), np.tensordot(np.abs(g), np.abs(matrix), (axes, axes))
+    assert (np.abs(np.float64(back) - wanted) <= 2**-8 * (most + np.abs(wanted))).all(), "g is rounded, and the sum"
     zeros = layer_of(quantised.quantise("int8", jnp.zeros((1, 4, 3)), 1))
     np.testing.assert_array_equal(quantised.widen(zeros, jnp.float32), 0)
 
@@ -143,14 +154,8 @@ def test_a_packed_model_computes_as_its_numbers_written_out(kind):
 )
 def test_packed_experts_compute_as_their_numbers_written_out(kind):
     """With an adapter on attention and experts. Wide experts of all layers are never in memory, without remat too."""
-    base = cast(initialise(MIXTURE, jax.random.key(0), scale=0.1), "bfloat16")
-    lora = Lora(2, 3.0, ("attn/q", "experts/up"), kind)
-    random = np.random.default_rng(1)
-    policy = jax.tree.map(
-        lambda x: jnp.asarray(0.2 * random.normal(size=x.shape).astype(np.float32)),
-        create_adapter(MIXTURE, lora, jax.random.key(0)),
-    )
-    packed = frozen_form(base, lora, one_device())
+    policy = adapter(kind, MIXTURE, ("attn/q", "experts/up"))
+    packed = frozen_form(EXPERTS, Lora(2, base=kind), one_device())
     assert isinstance(packed.weights.blocks.experts.down, quantised.QuantisedMatrix)
     assert isinstance(packed.weights.blocks.attn.q, quantised.QuantisedMatrix) == (kind != "mxfp4")
     wide = merge(with_adapter(packed, jax.tree.map(jnp.zeros_like, policy)))
@@ -179,20 +184,27 @@ def test_factors_and_norms_are_cast_and_matrices_are_not(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_mesh_changes_nothing(kind):
-    """Codes are divided over fsdp and tensor, and gathered a layer at a time."""
-    lora, data = Lora(2, 3.0, base=kind), pack(rollout(), Layout(8, 22, T))
-    moments = []
-    for where in (one_device(), make_mesh(MeshShape(2, 2, 2))):
+@pytest.mark.parametrize(
+    ("kind", "base", "mesh"),
+    [("int8", BASE, MeshShape(2, 2, 2)), ("nf4", BASE, MeshShape(2, 2, 2)), ("fp8", BASE, MeshShape(2, 2, 2)),
+     ("mxfp4", EXPERTS, MeshShape(1, 2, 2, expert=2))],
+)  # fmt: skip
+def test_the_mesh_changes_nothing(kind, base, mesh):
+    """Codes are divided over fsdp, expert and tensor, and gathered a layer at a time."""
+    data, moments = pack(rollout(), Layout(8, 22, T)), []
+    targets = (*ADAPTED, "experts/down")
+    for where in (one_device(), make_mesh(mesh)):
         update = policy_update(PRESETS["dapo"], Optimiser(learning_rate=1e-2), ComputeOptions(remat="full"))
         with jax.set_mesh(where):
-            state = create_state(jax.tree.map(jnp.copy, BASE), build(Optimiser(learning_rate=1e-2)), False, where, lora)
-            codes = state.policy.base.weights.blocks.mlp.up
+            copy, lora = jax.tree.map(jnp.copy, base), Lora(2, 3.0, targets, kind)
+            state = create_state(copy, build(Optimiser(learning_rate=1e-2)), False, where, lora)
+            blocks = state.policy.base.weights.blocks
+            codes = blocks.mlp.up if base is BASE else blocks.experts.up
             codes = codes.codes[...] if kind in ("int8", "fp8") else codes.nibbles[...]
             assert codes.sharding.is_fully_replicated == (where.size == 1)
             state = state.with_role(
-                "policy", params=jax.device_put(adapter(kind), shardings(state.policy.params, where))
+                "policy",
+                params=jax.device_put(adapter(kind, base.config, targets), shardings(state.policy.params, where)),
             )
             state, _ = update(state, put_on_mesh(data, where))
         moments.append(jax.device_get(state.policy.opt_state[1].mu))
@@ -206,9 +218,9 @@ def test_no_stack_is_ever_wide(kind, remat):
     compute = ComputeOptions(remat=remat)
     program = jax.jit(lambda base: policy_gradient(policy, data, PRESETS["dapo"], compute, base)[0])
     text = program.lower(held(kind)).compile().as_text()
-    layers = CONFIG.layers
-    assert f"[{layers},64,192]" in text or f"[{layers},192,32]" in text, "the packed stack is read"
-    assert not re.search(rf"(f32|bf16)\[{layers},(64,192|192,64)\]", text)
+    depth = CONFIG.layers
+    assert f"[{depth},64,192]" in text or f"[{depth},192,32]" in text, "the packed stack is read"
+    assert not re.search(rf"(f32|bf16)\[{depth},(64,192|192,64)\]", text)
 
 
 def test_nothing_of_a_matrix_is_hoisted_out_of_the_loop_over_layers():
@@ -232,9 +244,9 @@ def test_a_base_is_packed_as_it_is_read(kind, tmp_path):
     assert isinstance(packed.weights.blocks.mlp.up, quantised.QuantisedMatrix)
     state = create_state(packed, build(Optimiser()), False, one_device(), lora, checksums=packer.checksums)
     jax.tree.map(np.testing.assert_array_equal, state.policy.checksums, checksums_by_name(BASE))
-    layers = [jnp.ones((1, 64, 192), jnp.bfloat16) for _ in range(CONFIG.layers)]
-    packer(CONFIG, "blocks/mlp/up", layers.__getitem__, lambda *_: None)
-    assert all(layer.is_deleted() for layer in layers)
+    stacks = [jnp.ones((1, 64, 192), jnp.bfloat16) for _ in range(CONFIG.layers)]
+    packer(CONFIG, "blocks/mlp/up", stacks.__getitem__, lambda *_: None)
+    assert all(layer.is_deleted() for layer in stacks)
     wanted = frozen_form(BASE, lora, one_device())
     jax.tree.map(np.testing.assert_array_equal, state.policy.base, wanted)
 

@@ -62,11 +62,28 @@ def test_jax_names_of_tpus_are_known(name):
     assert chip_of(kind) is CHIPS[name]
 
 
+@dataclasses.dataclass
+class Device:
+    """What jax says of a device."""
+
+    device_kind: str
+    compute_capability: str
+
+
 def test_learning_in_bfloat16_is_refused_where_the_chip_lacks_it():
     with pytest.raises(InputError, match=r"^t4 has no bfloat16: set learner.compute.dtype float32"):
-        check_dtype("bfloat16", chip_of("Tesla T4"))
-    for dtype, kind in (("float32", "Tesla T4"), ("bfloat16", "NVIDIA L4"), ("bfloat16", "cpu")):
-        check_dtype(dtype, chip_of(kind))
+        check_dtype("bfloat16", CHIPS["t4"])
+    with pytest.raises(InputError, match=r"^Tesla V100 has no bfloat16"):
+        check_dtype("bfloat16", Device("Tesla V100", "7.0"))
+    for dtype, kind, capability in (
+        ("float32", "Tesla T4", "7.5"),
+        ("bfloat16", "NVIDIA L4", "8.9"),
+        ("bfloat16", "RTX 6000 Ada", "8.9"),
+        ("bfloat16", "AMD Instinct MI300X", "gfx942"),
+        ("bfloat16", "NVIDIA B300", "10.3"),
+        ("bfloat16", "cpu", ""),
+    ):
+        check_dtype(dtype, Device(kind, capability))
 
 
 def test_every_chip_has_an_example_and_sound_peaks():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learner.rollouts import TEMPERATURE, forward_on, one_device
+from learner.rollouts import TEMPERATURE, UpdateBy, forward_on, one_device
 from rich.console import Console
 from tiny import tiny
 
@@ -124,7 +124,7 @@ def learned(run, update, groups, coefficient, step, status=lambda text: None):
     mesh, ingredients = one_device(), ingredients_of(run)
     state = create_state(tiny("windows"), build(run.learner.optimiser), run.recipe.algorithm.needs_reference, mesh)
     given = {} if coefficient is None else {"kl_coef": coefficient}
-    training = (Training(policy_objectives(run, ingredients), update),)
+    training = (Training(policy_objectives(run, ingredients), UpdateBy(update)),)
     forward = forward_on(mesh, Layout(2, 40, 10))
     stage = Reinforcement(
         run=run, training=training, forward=forward, label="digits", tokenizer=tiny_tokenizer(), sampler=None,
