@@ -70,7 +70,7 @@ class QuantisedMatrix(nnx.Module):
 
     def arrays(self) -> dict[str, jax.Array]:
         """Return the arrays by name."""
-        return {name: x[...] for name, x in vars(self).items() if isinstance(x, nnx.Param)}
+        return {name: x.get_value() for name, x in vars(self).items() if isinstance(x, nnx.Param)}
 
     if TYPE_CHECKING:
 

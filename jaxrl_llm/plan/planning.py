@@ -14,6 +14,7 @@ from jaxrl_llm.learner.samples import estimator_bytes
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decoder import count_parameters
 from jaxrl_llm.models.heads import split_head
+from jaxrl_llm.models.quantised import QuantisedMatrix
 from jaxrl_llm.plan import programs, roofline
 from jaxrl_llm.plan.machines import CUDNN, Machine, is_installed
 from jaxrl_llm.rollout.settings import USUAL_SLOTS
@@ -143,7 +144,7 @@ def memory_of_sampling(
         by_token = programs.bytes_per_device(cache) / (slots_of_device * columns)
         waiting = filling * rows / parts * piece * calls * by_token
         logits = 4 * 4 * rollout.engine.slots / parts * config.vocab_size * share
-        needs.append(max(logits, blocks) + waiting)
+        needs.append(max(logits, blocks, widened_experts(arrays.learned[0])) + waiting)
         learns = arrays.learned[0].forward.mesh
         if platform_of(learns) == "tpu" and learns.shape["fsdp"] > 1 and not run.mesh.rollout:
             needs.append(copied - slots)  # gathered in one layout, then copied into another; slots are empty then
@@ -163,6 +164,16 @@ def pass_bytes(planned: programs.PlannedModel, compiled: Mapping[str, programs.C
     if not compiled:
         return packed + pass_by_formula(planned, update=False)
     return packed + compiled_temporary(compiled[planned.name], packed + programs.bytes_per_device(planned.model))
+
+
+def widened_experts(planned: programs.PlannedModel) -> float:
+    """Return the bytes on a device of one layer's packed experts in their wide form."""
+    decoder = split_head(planned.model)[0]
+    experts = vars(getattr(decoder.weights.blocks, "experts", object)).values()
+    arrays = [item for matrix in experts if isinstance(matrix, QuantisedMatrix) for item in matrix.arrays().items()]
+    numbers = {"codes": 1, "nibbles": 2}  # in a byte
+    packed = sum(programs.bytes_per_device(x) * numbers.get(name, 0) for name, x in arrays)
+    return packed * planned.width / decoder.config.layers
 
 
 def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
@@ -189,7 +200,7 @@ def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
     positions = planned.packed.predictions.target.shape[-1]
     logits = 2 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share  # and their gradient, float32
     kept, in_use = token_bytes(compute, config, layout.row_tokens, share, update)
-    layer, head = tokens * in_use, logits
+    layer, head = tokens * in_use + widened_experts(planned), logits
     if mesh.shape["fsdp"] > 1:
         trained = update and not frozen
         whole = programs.bytes_per_device(split_head(planned.gathered)[0].weights.blocks)
@@ -284,6 +295,8 @@ class Plan:
             "rows": (self.learning, learner.compute.microbatch_rows, parts),
         }[kind]
         free = self.machine.chip.memory - half.total
+        if free == -math.inf:  # refused, without a word about its size
+            return 0
         return max(int((current + free / self.more[kind]) // unit * unit), 0)
 
 

@@ -24,6 +24,8 @@ COMPILED = [
     (GRPO, "h100:1", {"model": "Qwen/Qwen3-8B", "base": "nf4"} | ONE, 17.07, 8.98),
     (GRPO, "l4:1", {"model": "Qwen/Qwen3-4B", "base": "nf4", "slots": 32} | ONE, 8.79, 4.82),
     (GRPO, "l4:1", {"model": "Qwen/Qwen2.5-0.5B"} | ONE, 9.20, 11.71),
+    (GRPO, "l4:1", {"model": "openai/gpt-oss-20b", "base": "mxfp4", "slots": 32} | ONE, 16.71, 16.77),
+    (GRPO, "rtx4090:1", {"model": "Qwen/Qwen3-30B-A3B", "base": "nf4", "slots": 32} | ONE, 20.84, 19.62),
     (GRPO, "v5e:1x1", {"model": "Qwen/Qwen3-1.7B", "base": "bf16"} | ONE, 12.14, 5.79),
     (GRPO, "v5e:1x1", {"model": "google/gemma-3-1b-it", "base": "bf16", "slots": 32} | ONE, 3.21, 3.74),
     (GRPO, "v5e:4x4", {"rows": 16, "slots": 256}, 6.47, 5.49),
