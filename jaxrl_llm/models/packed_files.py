@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.families import StoredTensor
-from jaxrl_llm.models.quantised import BLOCK_SIZES, MXFP4, NF4, SCALE_BLOCK, dynamic_map
+from jaxrl_llm.models.quantised import BLOCK_SIZES, MXFP4, NF4, PAIRED, SCALE_BLOCK, dynamic_map, pair_codes
 
 METHODS = ("mxfp4", "bitsandbytes", "fp8")
 """The ``quant_method`` of a config.json that can be read."""
@@ -28,15 +28,16 @@ TABLE = np.array(MXFP4, np.float32)
 @dataclasses.dataclass(frozen=True)
 class PackedTensor(StoredTensor):
     """A tensor that is stored in fewer bits, of a kind of ``quantised``; "" where that has none. ``arrays`` reads those
-    of a ``QuantisedMatrix``, outputs first: NF4's without the shape of the matrix, FP8's [out, in].
+    of a ``QuantisedMatrix`` of the stored axes: NF4's [in / 2, out], FP8's [in, out], MXFP4's [E, in / 2, out].
     """
 
     kind: str = ""
     arrays: Callable[[], dict[str, np.ndarray]] = dict
 
     def cut(self, outputs: slice) -> dict[str, np.ndarray]:
-        """Return the arrays of some outputs of a matrix of each expert."""
-        return {name: array[:, outputs] for name, array in self.arrays().items()}
+        """Return the arrays of some outputs of MXFP4."""
+        arrays = self.arrays()
+        return {"nibbles": arrays["nibbles"][:, :, outputs], "scales": arrays["scales"][:, outputs]}
 
 
 def unpack(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -90,9 +91,12 @@ def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> PackedTenso
         return values[:, :, first : first + inputs.stop - inputs.start].swapaxes(1, 2)
 
     def arrays() -> dict[str, np.ndarray]:
-        return {"nibbles": blocks.read().reshape(experts, outputs, -1), "scales": scales.read()}
+        packed = blocks.read()
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(experts, outputs, -1)
+        return {"nibbles": np.stack([pair_codes(one.T) for one in codes]), "scales": scales.read()}
 
-    return PackedTensor((experts, count * size, outputs), part, kind="mxfp4", arrays=arrays)
+    kind = "mxfp4" if count * size % PAIRED == 0 else ""
+    return PackedTensor((experts, count * size, outputs), part, kind=kind, arrays=arrays)
 
 
 def _fp8(name: str, codes: StoredTensor, scales: StoredTensor) -> PackedTensor:
@@ -110,7 +114,7 @@ def _fp8(name: str, codes: StoredTensor, scales: StoredTensor) -> PackedTensor:
         return codes.part(place).astype(np.float32) * spread
 
     def arrays() -> dict[str, np.ndarray]:
-        return {"codes": codes.read(), "scales": scales.read().astype(np.float32)}
+        return {"codes": codes.read().T, "scales": scales.read().astype(np.float32).T}
 
     return PackedTensor(codes.shape, part, kind="fp8", arrays=arrays)
 
@@ -147,8 +151,10 @@ def _bitsandbytes(name: str, codes: StoredTensor, parts: Mapping[str, StoredTens
         return values[first : first + flat.stop - flat.start].reshape(-1, shape[1])[:, columns]
 
     def arrays() -> dict[str, np.ndarray]:
+        packed = codes.read().reshape(-1)
+        split = np.stack([packed >> 4, packed & 15], axis=-1)
         return {
-            "nibbles": codes.read().reshape(-1), "scales": parts["absmax"].read(),
+            "nibbles": pair_codes(split.reshape(shape).T), "scales": parts["absmax"].read().reshape(shape[0], -1),
             "scale_scales": parts["nested_absmax"].read(), "offset": np.array(state["nested_offset"], np.float32),
         }  # fmt: skip
 

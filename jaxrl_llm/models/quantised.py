@@ -4,11 +4,14 @@ pass: the wide form of a whole stack never exists.
 - int8: a scale for each output channel.
 - NF4, as in QLoRA (arXiv 2305.14314): blocks of 64 numbers along the inputs share a scale, and each number is one of
   16, the quantiles of a normal distribution. The scales are 8-bit numbers themselves, in blocks of 256 after their mean
-  is subtracted. The order of blocks, nibbles and codes is that of bitsandbytes.
+  is subtracted. Numbers, scales and the order of blocks are those of bitsandbytes.
 - MXFP4 (OCP Microscaling 1.0): blocks of 32 numbers along the inputs share a power of two, and each number is one of
-  16, a sign, two bits of exponent and one of mantissa; the first of two in the lower bits, as in GPT-OSS.
+  16, a sign, two bits of exponent and one of mantissa.
 - FP8: numbers of type float8_e4m3fn, with a scale for each 128 inputs of 128 outputs, as in DeepSeek-V3 (arXiv
   2412.19437).
+
+A byte has the codes of inputs i and i + 32 of each 64: neighbours would be an axis of two when they are parted, which
+TPUs widen to 128.
 """
 
 import functools
@@ -36,6 +39,8 @@ BLOCK_SIZES = {"nf4": 64, "mxfp4": 32, "fp8": 128}
 """Inputs with a common scale."""
 SCALE_BLOCK = 256
 """Scales of NF4 with a common scale of their own."""
+PAIRED = 64
+"""Inputs of which half share a byte with the other half."""
 LARGEST_FP8 = 448.0
 
 
@@ -59,7 +64,7 @@ class QuantisedMatrix(nnx.Module):
       inputs: sizes of the summed axes.
       outer: number of axes before them that are not of the stack: 1 for experts, else 0.
       arrays: ``codes`` [outer.., in.., out..] of int8, and ``scales`` [outer.., out..]; ``codes`` of FP8, and
-        ``scales`` [outer.., in / 128, out / 128] of its two axes; ``nibbles`` [outer.., out.., in / 2] and ``scales``
+        ``scales`` [outer.., in / 128, out / 128] of its two axes; ``nibbles`` [outer.., in / 2, out..] and ``scales``
         [outer.., out.., in / 64 or 32] of NF4 and MXFP4, and NF4's ``scale_scales`` and ``offset``.
     """
 
@@ -80,14 +85,13 @@ class QuantisedMatrix(nnx.Module):
 @functools.partial(jax.jit, static_argnums=(0, 2, 3))
 def quantise(kind: str, stack: jax.Array, inputs: int, outer: int = 0) -> QuantisedMatrix:
     """Quantise a stack of matrices [L, outer.., in.., out..] with these numbers of summed axes, and of axes before
-    them. InputError: blocks of NF4 or MXFP4 do not divide the inputs.
+    them. InputError: 64 does not divide the inputs for NF4 or MXFP4.
     """
     sizes = stack.shape[1 + outer : 1 + outer + inputs]
     width = math.prod(sizes)
-    size = 1 if kind in ("int8", "fp8") else BLOCK_SIZES[kind]
     require(
-        width % size == 0,
-        f"learner.lora.base {kind} packs {size} inputs of a matrix together, and this model has one of {width}: "
+        width % PAIRED == 0 or kind in ("int8", "fp8"),
+        f"learner.lora.base {kind} packs {PAIRED} inputs of a matrix together, and this model has one of {width}: "
         "set it to int8 or bf16",
     )
     each: Any = functools.partial(_QUANTISE[kind], inputs)
@@ -122,20 +126,33 @@ def _spread_scales(scales: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     return scales
 
 
+def pair_codes(codes: Any) -> Any:
+    """Return bytes [in / 2, out..] of codes [in, out..] from 0 to 15."""
+    halves = codes.reshape(-1, 2, PAIRED // 2, *codes.shape[1:])
+    return (halves[:, 0] << 4 | halves[:, 1]).reshape(-1, *codes.shape[1:])
+
+
+def _part_codes(nibbles: jax.Array) -> jax.Array:
+    """Return the codes [in, out..] of ``pair_codes``."""
+    pairs = nibbles.reshape(-1, 1, PAIRED // 2, *nibbles.shape[1:])
+    shape = (len(pairs), 2, *pairs.shape[2:])
+    shifts = 4 - 4 * jax.lax.broadcasted_iota(jnp.uint8, shape, 1)
+    return (jnp.broadcast_to(pairs, shape) >> shifts & 15).reshape(-1, *nibbles.shape[1:])
+
+
 def _blocks_of(kind: str, inputs: int, matrix: jax.Array) -> jax.Array:
-    """Return one matrix [in.., out..] in float32, as blocks [out.., in / size, size]."""
-    rows = jnp.moveaxis(matrix, tuple(range(inputs)), tuple(range(-inputs, 0))).astype(jnp.float32)
-    return rows.reshape(*matrix.shape[inputs:], -1, BLOCK_SIZES[kind])
+    """Return one matrix [in.., out..] in float32, as blocks [in / size, size, out..]."""
+    return matrix.astype(jnp.float32).reshape(-1, BLOCK_SIZES[kind], *matrix.shape[inputs:])
 
 
 def _quantise_nf4(inputs: int, matrix: jax.Array) -> dict[str, jax.Array]:
     """Quantise one matrix [in.., out..]."""
     blocks = _blocks_of("nf4", inputs, matrix)
-    largest = jnp.max(jnp.abs(blocks), axis=-1)
+    largest = jnp.max(jnp.abs(blocks), axis=1)
     middles = jnp.asarray([(a + b) / 2 for a, b in itertools.pairwise(NF4)], jnp.float32)
-    scaled = blocks / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)[..., None]
+    scaled = blocks / jnp.maximum(largest, jnp.finfo(jnp.float32).tiny)[:, None]
     nearest = jnp.searchsorted(middles, scaled, side="left", method="compare_all").astype(jnp.uint8)
-    nearest = nearest.reshape(*largest.shape[:-1], -1)
+    largest = jnp.moveaxis(largest, 0, -1)
     offset = jnp.mean(largest)
     flat = (largest - offset).reshape(-1)
     flat = jnp.pad(flat, (0, -flat.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
@@ -144,7 +161,7 @@ def _quantise_nf4(inputs: int, matrix: jax.Array) -> dict[str, jax.Array]:
     relative = flat / jnp.maximum(scale_scales, jnp.finfo(jnp.float32).tiny)[:, None]
     scales = jnp.searchsorted((table[:-1] + table[1:]) / 2, relative).astype(jnp.uint8)
     return {
-        "nibbles": nearest[..., ::2] << 4 | nearest[..., 1::2],
+        "nibbles": pair_codes(nearest.reshape(-1, *matrix.shape[inputs:])),
         "scales": scales.reshape(-1)[: largest.size].reshape(largest.shape),
         "scale_scales": scale_scales,
         "offset": offset,
@@ -154,16 +171,17 @@ def _quantise_nf4(inputs: int, matrix: jax.Array) -> dict[str, jax.Array]:
 def _quantise_mxfp4(inputs: int, matrix: jax.Array) -> dict[str, jax.Array]:
     """Quantise one matrix [in.., out..]: a block's power of two is that of its largest number over 4."""
     blocks = _blocks_of("mxfp4", inputs, matrix)
-    bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=-1), jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(jnp.max(jnp.abs(blocks), axis=1), jnp.uint32)
     scales = jnp.maximum((bits >> 23).astype(jnp.int32) - 2, 1).astype(jnp.uint8)
-    scaled = blocks / _power_of_two(scales)[..., None]
+    scaled = blocks / _power_of_two(scales)[:, None]
     size = jnp.abs(scaled)
     middles = [(a + b) / 2 for a, b in itertools.pairwise(MXFP4[:8])]
     # A number in the middle goes to the even one of two codes.
     above = [size >= middle if index % 2 else size > middle for index, middle in enumerate(middles)]
     codes = functools.reduce(jnp.add, (x.astype(jnp.uint8) for x in above)) + 8 * (scaled < 0).astype(jnp.uint8)
-    codes = codes.reshape(*scales.shape[:-1], -1)
-    return {"nibbles": codes[..., ::2] | codes[..., 1::2] << 4, "scales": scales}
+    return {
+        "nibbles": pair_codes(codes.reshape(-1, *matrix.shape[inputs:])), "scales": jnp.moveaxis(scales, 0, -1),
+    }  # fmt: skip
 
 
 def _power_of_two(code: jax.Array) -> jax.Array:
@@ -204,26 +222,24 @@ def _widen_fp8(inputs: tuple[int, ...], dtype: Any, arrays: dict[str, jax.Array]
 
 
 def _widen_nf4(inputs: tuple[int, ...], dtype: Any, arrays: dict[str, jax.Array]) -> jax.Array:
-    scales, nibbles = arrays["scales"], arrays["nibbles"]
+    scales = arrays["scales"]
     flat = jnp.asarray(dynamic_map())[scales.reshape(-1)]
     padded = jnp.pad(flat, (0, -flat.size % SCALE_BLOCK)).reshape(-1, SCALE_BLOCK)
     largest = (padded * arrays["scale_scales"][:, None]).reshape(-1)[: flat.size] + arrays["offset"]
-    codes = jnp.stack([nibbles >> 4, nibbles & 15], axis=-1)
-    return _widen_blocks(_number_of(NF4, codes), largest.reshape(scales.shape), inputs, dtype)
+    return _widen_blocks(NF4, arrays["nibbles"], largest.reshape(scales.shape), inputs, dtype)
 
 
 def _widen_mxfp4(inputs: tuple[int, ...], dtype: Any, arrays: dict[str, jax.Array]) -> jax.Array:
-    nibbles = arrays["nibbles"]
-    codes = jnp.stack([nibbles & 15, nibbles >> 4], axis=-1)
-    return _widen_blocks(_number_of(MXFP4, codes), _power_of_two(arrays["scales"]), inputs, dtype)
+    return _widen_blocks(MXFP4, arrays["nibbles"], _power_of_two(arrays["scales"]), inputs, dtype)
 
 
-def _widen_blocks(numbers: jax.Array, scales: jax.Array, inputs: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Return a matrix [in.., out..] of numbers [out.., in / 2, 2], and the scales [out.., blocks] of its blocks."""
-    outputs = scales.ndim - 1
-    blocks = numbers.reshape(*scales.shape, -1) * scales[..., None]
-    rows = blocks.reshape(*scales.shape[:-1], *inputs).astype(dtype)
-    return jnp.moveaxis(rows, tuple(range(outputs)), tuple(range(-outputs, 0)))
+def _widen_blocks(
+    table: tuple[float, ...], nibbles: jax.Array, scales: jax.Array, inputs: tuple[int, ...], dtype: Any
+) -> jax.Array:
+    """Return a matrix [in.., out..] of nibbles [in / 2, out..], and the scales [out.., blocks] of its blocks."""
+    outputs = scales.shape[:-1]
+    blocks = _number_of(table, _part_codes(nibbles)).reshape(scales.shape[-1], -1, *outputs)
+    return (blocks * jnp.moveaxis(scales, -1, 0)[:, None]).astype(dtype).reshape(*inputs, *outputs)
 
 
 def _number_of(table: tuple[float, ...], codes: jax.Array) -> jax.Array:

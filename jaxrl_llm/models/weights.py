@@ -101,17 +101,16 @@ def packed_arrays(
     sizes = axis_sizes(config)
     names = _tensor_names(tensor, sizes)[layer : layer + 1]
     parts = [stored[name] for name in names.flat]
-    outputs = tensor.hf_axes.split()[0]
     together = []
     for part in parts:
         if not isinstance(part, PackedTensor) or part.kind != kind:
             return None
         arrays = part.arrays()
-        if kind == "nf4":
-            rows = [sizes[letter] for letter in outputs]
-            arrays |= {name: arrays[name].reshape(*rows, -1) for name in ("nibbles", "scales")}
-        elif kind == "fp8":
-            arrays = {"codes": to_ours(tensor, arrays["codes"], sizes), "scales": arrays["scales"].T}
+        if kind != "mxfp4":  # the stored axes are merged ones
+            outputs, inputs = ([sizes[letter] for letter in word] for word in tensor.hf_axes.split())
+            shapes = {"codes": [*inputs, *outputs], "nibbles": [-1, *outputs]}
+            shapes |= {"scales": [*outputs, -1]} if kind == "nf4" else {}
+            arrays |= {name: arrays[name].reshape(shape) for name, shape in shapes.items() if name in arrays}
         together.append(arrays)
     return {
         name: np.stack([arrays[name] for arrays in together]).reshape(*names.shape, *np.shape(together[0][name]))

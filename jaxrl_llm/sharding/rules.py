@@ -39,8 +39,8 @@ for _name, _axes in list(RULES.items()):
         _outer = 2 if "/experts/" in _name else 1  # the layer's dimension, and the experts'
         _inputs = _outer + (2 if _name.endswith("/o") else 1)
         RULES |= {f"{_name}/a": (*_axes[:_inputs], None), f"{_name}/b": (*_axes[:_outer], None, *_axes[_inputs:])}
-        # Packed matrices too, in the order of their codes; scales are small.
-        RULES |= {f"{_name}/codes": _axes, f"{_name}/nibbles": (*_axes[:_outer], *_axes[_inputs:], _axes[_outer])}
+        # Packed matrices too, whose nibbles have one axis of inputs; scales are small.
+        RULES |= {f"{_name}/codes": _axes, f"{_name}/nibbles": (*_axes[: _outer + 1], *_axes[_inputs:])}
 
 ACTIVATIONS: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # Between the matrix products each device of ``tensor`` has some of the positions: norms, and what the backward pass
