@@ -27,18 +27,15 @@ REMAT = {
     "none": None,
     "full": jax.checkpoint_policies.nothing_saveable,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "adapted dots": jax.checkpoint_policies.save_only_these_names("adapted_product"),
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=(), names_which_can_be_offloaded=("layer_input",),
         offload_src="device", offload_dst="pinned_host",
     ),
 }  # fmt: skip
-"""Checkpoint policies by name: the backward pass keeps all of a layer, only its input, its matrix products, or its
-input in the host's memory.
+"""Checkpoint policies by name: the backward pass keeps all of a layer, only its input, its matrix products (below
+adapters the sum of two, without either), or its input in the host's memory.
 """
-
-
-_ADAPTED_PRODUCTS = jax.checkpoint_policies.save_only_these_names("adapted_product")
-"""The policy "dots" below adapters: the sum of two products, without either."""
 
 
 INPUTS = {"attn/o": 2}
@@ -245,7 +242,7 @@ def block(
         h = mlp(w, config, h)
     else:
         with jax.named_scope("experts"):
-            routed, routing = mixture(w, config, h, replayed, compute)
+            routed, routing = layer_experts(w, config, h, replayed, compute)
             routed = activation(routed, "residual")
         if hasattr(w, "mlp"):
             gate = jax.nn.sigmoid(layers.product("bsd,d->bs", h, w.experts.shared_gate[...]))
@@ -254,7 +251,7 @@ def block(
     return add_residual(x, norm(h, w.norms.mlp_post[...]) if post else h, config), routing
 
 
-def mixture(
+def layer_experts(
     w: Weights, config: ModelConfig, h: jax.Array, replayed: jax.Array | None, compute: ComputeOptions
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``experts.mixture`` of a layer's weights. Packed ones are widened again in the backward pass: the wide
@@ -352,7 +349,7 @@ def routed(
         return activation(x, "residual"), routing
 
     adapted = hasattr(model.weights.blocks, "adapter") and not model.weights.blocks.adapter.merged
-    policy = _ADAPTED_PRODUCTS if compute.remat == "dots" and adapted else REMAT[compute.remat]
+    policy = REMAT["adapted dots" if compute.remat == "dots" and adapted else compute.remat]
     layer = apply_layer if policy is None else jax.checkpoint(apply_layer, policy=policy)
     # First whole: positions divided as the vocabulary is would gather the table instead.
     x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")

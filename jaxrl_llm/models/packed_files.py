@@ -22,7 +22,6 @@ METHODS = ("mxfp4", "bitsandbytes", "fp8")
 FLOATS = ("F64", "F32", "F16", "BF16")
 STATE = ".quant_state.bitsandbytes__"
 """Between the name of a matrix and its type, in the name of bitsandbytes' description of it."""
-TABLE = np.array(MXFP4, np.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +39,7 @@ class PackedTensor(StoredTensor):
         return {"nibbles": arrays["nibbles"][:, :, outputs], "scales": arrays["scales"][:, outputs]}
 
 
-def unpack(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def open_packed(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return a checkpoint's tensors, with one ``PackedTensor`` in place of all that it is stored as. InputError: they
     do not fit together, or a tensor has a type that is not read.
     """
@@ -84,7 +83,9 @@ def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> PackedTenso
         experts, inputs, outputs = place
         groups = _whole_blocks(inputs, size)
         packed = blocks.part((experts, outputs, groups, slice(0, size // 2)))
-        pairs = TABLE[np.stack([packed & 15, packed >> 4], axis=-1)].reshape(*packed.shape[:3], size)
+        pairs = np.array(MXFP4, np.float32)[np.stack([packed & 15, packed >> 4], axis=-1)].reshape(
+            *packed.shape[:3], size
+        )
         exponents = scales.part((experts, outputs, groups)).astype(np.int32) - 127
         values = np.ldexp(pairs, exponents[..., None]).reshape(*packed.shape[:2], -1)
         first = inputs.start - groups.start * size

@@ -17,7 +17,7 @@ import numpy as np
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import FAMILIES, Fused, StoredTensor, Tensor, axis_sizes, our_shape, tensors_of
-from jaxrl_llm.models.packed_files import PackedTensor, unpack
+from jaxrl_llm.models.packed_files import PackedTensor, open_packed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -182,8 +182,8 @@ def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, S
 
 
 def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors, see ``unpack``, after splitting those that hold several of ours."""
-    tensors = unpack(stored)
+    """Return a checkpoint's tensors, see ``open_packed``, after splitting those that hold several of ours."""
+    tensors = open_packed(stored)
     sizes = axis_sizes(config)
     shapes = {tensor.name: hf_shape(tensor, sizes) for tensor in tensors_of(config)}
     for fused, name, parts in _fused(config):

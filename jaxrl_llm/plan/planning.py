@@ -171,9 +171,9 @@ def widened_experts(planned: programs.PlannedModel) -> float:
     decoder = split_head(planned.model)[0]
     experts = vars(getattr(decoder.weights.blocks, "experts", object)).values()
     arrays = [item for matrix in experts if isinstance(matrix, QuantisedMatrix) for item in matrix.arrays().items()]
-    numbers = {"codes": 1, "nibbles": 2}  # in a byte
-    packed = sum(programs.bytes_per_device(x) * numbers.get(name, 0) for name, x in arrays)
-    return packed * planned.width / decoder.config.layers
+    # A byte has one code, or two.
+    numbers = sum(programs.bytes_per_device(x) * {"codes": 1, "nibbles": 2}.get(name, 0) for name, x in arrays)
+    return numbers * planned.width / decoder.config.layers
 
 
 def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
