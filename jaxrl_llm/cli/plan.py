@@ -137,7 +137,7 @@ def smallest_change(planned: Any, config: Any, devices: list[Any] | None) -> str
     for number, flags in enumerate(tried):
         full, slots, fewest = overfull(with_flags(flags)), run.rollout.engine.slots if planned.sampling else 0, flags
         while full == {"sampling"} and slots >= 2 * FEWEST_SLOTS * parts:
-            slots //= 2
+            slots = slots // 2 // parts * parts
             fewest = [*flags, "--rollout.engine.slots", str(slots)]
             full = overfull(with_flags(fewest))
         if not full:

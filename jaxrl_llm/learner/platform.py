@@ -13,7 +13,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.batch import Layout, Sample
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import Training
-from jaxrl_llm.models.config import PACKED, ComputeOptions, ModelConfig
+from jaxrl_llm.models.config import ADAPTABLE, PACKED, ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import Adapter, parameter_shapes, training_flops, visible_pairs
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.layers import SHORT
@@ -160,14 +160,17 @@ def tokens_in_memory(
     """Estimate by a formula the tokens of a microbatch that fit on a device together with the trained model. ``sizes``:
     of the mesh's axes fsdp and tensor. ``memory``: bytes of the device, infinite if unknown.
     """
-    weight_bytes = jnp.dtype(settings.initial_dtype).itemsize
-    if settings.lora.packed:
-        bytes_per_weight = PACKED[settings.lora.base]
-    elif settings.lora.rank:  # held, and where layers are separate once more, stacked
-        bytes_per_weight = 2 * weight_bytes
+    width, lora = jnp.dtype(settings.initial_dtype).itemsize, settings.lora
+    numbers = {path: math.prod(shape) for path, shape in parameter_shapes(config).items()}
+    paths = (f"blocks.{matrix.replace('/', '.')}" for matrix in ADAPTABLE if lora.packs(matrix, config))
+    packed = sum(numbers.get(path, 0) for path in paths)
+    if lora.packed:
+        held = width * (sum(numbers.values()) - packed) + PACKED[lora.base] * packed
+    elif lora.rank:  # and where layers are separate once more, stacked
+        held = 2 * width * sum(numbers.values())
     else:  # itself, a reference, a microbatch's gradients; their sum and two moments in float32; as computed with
-        bytes_per_weight = 3 * weight_bytes + 3 * 4 + jnp.dtype(compute.dtype).itemsize
-    free = memory - bytes_per_weight * sum(map(math.prod, parameter_shapes(config).values())) / math.prod(sizes)
+        held = (3 * width + 3 * 4 + jnp.dtype(compute.dtype).itemsize) * sum(numbers.values())
+    free = memory - held / math.prod(sizes)
     return ACTIVATION_SHARE * free / sum(token_bytes(compute, config, row_tokens, 1 / sizes[1]))
 
 

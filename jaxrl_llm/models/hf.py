@@ -77,6 +77,12 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
                     f"config.json sets quantization_config of {method!r}, which is not read: take the model in 16 "
                     f"bits, or packed by {', '.join(METHODS)}",
                 )
+                eight = value.get("load_in_8bit") or value.get("weight_block_size", [128, 128]) != [128, 128]
+                require(
+                    not eight,
+                    "config.json's quantization_config is of 8 bits of bitsandbytes, or of blocks other than "
+                    "[128, 128], which are not read: take the model in 16 bits",
+                )
                 continue
             raise InputError(
                 f"config.json sets {name}={value!r}, which {family.model_type} here does not know; remove it if it "

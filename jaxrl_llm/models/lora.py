@@ -87,12 +87,14 @@ class BasePacker:
     Attributes:
       checksums: of all arrays as they were read, by path.
       form: the dtype in which they were read, and the kind if some were packed in the checkpoint.
+      repacked: matrices that the checkpoint holds packed in another form.
     """
 
     def __init__(self, lora: Lora):
         self._lora = lora
         self.form = lora.read_dtype
         self.checksums: dict[str, jax.Array] = {}
+        self.repacked: set[str] = set()
 
     def __call__(
         self, config: ModelConfig, path: str, read: Callable[..., Any], read_packed: Callable[..., Any]
@@ -101,7 +103,7 @@ class BasePacker:
 
         Args:
           read: reads all of it, or the layer of a number, [1, ...].
-          read_packed: reads the packed arrays of (kind, layer), [1, ...], if the checkpoint holds these, else None.
+          read_packed: see ``weights.packed_arrays``; of (kind, layer).
         """
         matrix, kind = path.removeprefix("blocks/"), self._lora.base
         if matrix not in ADAPTABLE or not self._lora.packs(matrix, config):
@@ -112,12 +114,13 @@ class BasePacker:
         sizes = parameter_shapes(config)[path.replace("/", ".")][1 + outer :][: INPUTS.get(matrix, 1)]
         layers = []
         for layer in range(config.layers):
-            if (arrays := read_packed(kind, layer)) is not None:
+            if arrays := read_packed(kind, layer):
                 packed = QuantisedMatrix(kind, sizes, arrays, outer)
                 for name, array in arrays.items():
                     self._count(f"{path}/{name}", array, layer)
                 self.form = f"{self._lora.read_dtype} {kind}"
             else:
+                self.repacked |= set() if arrays is None else {matrix}
                 array = read(layer)
                 self._count(path, array, layer)
                 packed = jax.block_until_ready(pack_stack(kind, matrix, array))

@@ -6,6 +6,7 @@
 - FP8 by blocks: ``NAME`` float8_e4m3fn[out, in] and ``NAME_scale_inv`` [out / 128, in / 128].
 """
 
+import collections
 import dataclasses
 import json
 from collections.abc import Callable, Mapping
@@ -40,11 +41,15 @@ class PackedTensor(StoredTensor):
 
 
 def open_packed(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return a checkpoint's tensors, with one ``PackedTensor`` in place of all that it is stored as. InputError: they
-    do not fit together, or a tensor has a type that is not read.
+    """Return tensors of a file or a checkpoint, with one ``PackedTensor`` in place of all that it is stored as.
+    InputError: they do not fit together, or a tensor has a type that is not read.
     """
     tensors: dict[str, StoredTensor] = {}
     rest = dict(stored)
+    parts_of: dict[str, dict[str, StoredTensor]] = collections.defaultdict(dict)
+    for name, tensor in stored.items():
+        matrix, dot, part = name.partition(".weight.")
+        parts_of[f"{matrix}.weight" if dot else ""][part] = tensor
     for name in stored:
         if name.endswith("_blocks") and f"{name.removesuffix('_blocks')}_scales" in stored:
             base = name.removesuffix("_blocks")
@@ -54,19 +59,22 @@ def open_packed(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             tensors[base] = _fp8(base, rest.pop(base), rest.pop(name))
         elif STATE in name:
             base, _, kind = name.partition(STATE)
-            parts = {part.removeprefix(f"{base}."): rest.pop(part) for part in stored if part.startswith(f"{base}.")}
+            parts = parts_of[base]
+            for part in parts:
+                rest.pop(f"{base}.{part}", None)
             require(base in rest, f"the weights hold {name} without {base}; fetch the checkpoint again")
             tensors[base] = _bitsandbytes(base, rest.pop(base), parts, kind)
     for name, tensor in rest.items():
         if tensor.dtype not in FLOATS:
             raise InputError(f"{name} is stored as {tensor.dtype}, which cannot be read alone; read are "
-                             f"{', '.join(FLOATS)}, and weights packed by {', '.join(METHODS)}")  # fmt: skip
+                             f"{', '.join(FLOATS)}, MXFP4, FP8 by blocks and 4 bits of bitsandbytes")  # fmt: skip
     return tensors | rest
 
 
 def _misfit(name: str, *parts: StoredTensor) -> InputError:
     shapes = " and ".join(str(list(part.shape)) for part in parts)
-    return InputError(f"the packed {name} has parts of shapes {shapes}, which do not fit: fetch the checkpoint again")
+    return InputError(f"the packed {name} has parts of shapes {shapes}, which do not fit: fetch the checkpoint again, "
+                      "or take the model in 16 bits")  # fmt: skip
 
 
 def _whole_blocks(part: slice, size: int) -> slice:
@@ -75,7 +83,8 @@ def _whole_blocks(part: slice, size: int) -> slice:
 
 def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> PackedTensor:
     size = BLOCK_SIZES["mxfp4"]
-    if len(blocks.shape) != 4 or blocks.shape[3] != size // 2 or blocks.shape[:3] != scales.shape:
+    fits = len(blocks.shape) == 4 and blocks.shape[3] == size // 2 and blocks.shape[:3] == scales.shape
+    if not fits or {blocks.dtype, scales.dtype} != {"U8"}:
         raise _misfit(name, blocks, scales)
     experts, outputs, count, _ = blocks.shape
 
@@ -104,7 +113,7 @@ def _fp8(name: str, codes: StoredTensor, scales: StoredTensor) -> PackedTensor:
     size = BLOCK_SIZES["fp8"]
     fits = codes.dtype == "F8_E4M3" and scales.shape == tuple(-(-n // size) for n in codes.shape)
     if not fits or scales.dtype not in FLOATS:
-        raise _misfit(f"{name} ({codes.dtype}, scales {scales.dtype} for blocks of {size})", codes, scales)
+        raise _misfit(f"{name} ({codes.dtype}; read is F8_E4M3 with scales of {size} x {size} numbers)", codes, scales)
 
     def part(place: tuple[slice, ...]) -> np.ndarray:
         blocks = [_whole_blocks(cut, size) for cut in place]
@@ -122,13 +131,16 @@ def _fp8(name: str, codes: StoredTensor, scales: StoredTensor) -> PackedTensor:
 
 def _bitsandbytes(name: str, codes: StoredTensor, parts: Mapping[str, StoredTensor], kind: str) -> PackedTensor:
     """Return a matrix of bitsandbytes' "nf4" or "fp4"; its scales may be packed too."""
+    if codes.dtype != "U8":
+        raise InputError(f"{name} is stored as {codes.dtype} (bnb_4bit_quant_storage), and only uint8 is read: "
+                         "save the model with that")  # fmt: skip
     state = _read_state(name, parts[f"quant_state.bitsandbytes__{kind}"])
     shape, size = tuple(state["shape"]), state["blocksize"]
     count = -(-int(np.prod(shape)) // size)
     nested = "nested_absmax" in parts
     needed = {"absmax", "quant_map"} | ({"nested_quant_map"} if nested else set())
     fits = needed <= parts.keys() and parts["absmax"].shape == (count,) and len(shape) == 2
-    if not fits or int(np.prod(codes.shape)) != -(-int(np.prod(shape)) // 2):
+    if not fits or codes.shape != (-(-int(np.prod(shape)) // 2), 1):
         raise _misfit(name, codes, *parts.values())
     table = parts["quant_map"].read().astype(np.float32)
     scale_table = parts["nested_quant_map"].read() if nested else np.zeros(0, np.float32)

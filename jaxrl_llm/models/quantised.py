@@ -92,7 +92,7 @@ def quantise(kind: str, stack: jax.Array, inputs: int, outer: int = 0) -> Quanti
     require(
         width % PAIRED == 0 or kind in ("int8", "fp8"),
         f"learner.lora.base {kind} packs {PAIRED} inputs of a matrix together, and this model has one of {width}: "
-        "set it to int8 or bf16",
+        "set it to int8, fp8 or bf16",
     )
     each: Any = functools.partial(_QUANTISE[kind], inputs)
     for _ in range(1 + outer):
@@ -185,7 +185,7 @@ def _quantise_mxfp4(inputs: int, matrix: jax.Array) -> dict[str, jax.Array]:
 
 
 def _power_of_two(code: jax.Array) -> jax.Array:
-    """Return 2 ** (code - 127), float32, exactly; 0 for code 0."""
+    """Return 2 ** (code - 127), float32, exactly; 0 in place of 2 ** -127 for code 0."""
     return jax.lax.bitcast_convert_type(code.astype(jnp.uint32) << 23, jnp.float32)
 
 
@@ -197,8 +197,10 @@ def widen(matrix: jax.Array | QuantisedMatrix, dtype: Any) -> jax.Array:
     arrays = matrix.arrays()
     for _ in range(matrix.outer):
         each = jax.vmap(each)
-        # Otherwise a GPU's compiler may transpose a whole stack of packed experts before a loop over layers.
-        arrays = {name: with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for name, x in arrays.items()}
+        # Otherwise a GPU's compiler may transpose a whole stack of packed experts before a loop over layers. On a mesh
+        # the constraint would gather them.
+        if jax.sharding.get_abstract_mesh().size <= 1:
+            arrays = {name: with_layout_constraint(x, Layout(tuple(range(x.ndim)))) for name, x in arrays.items()}
     return each(arrays)
 
 

@@ -1,7 +1,7 @@
 """Conversion between checkpoint tensors and our nested parameters.
 
 Reading goes by slices: each process fetches from the files only the values of its devices, one device's part of one
-stacked leaf at a time. Writing holds one tensor at a time.
+stacked leaf at a time; matrices that stay packed it reads whole, a layer at a time. Writing holds one tensor at a time.
 """
 
 import functools
@@ -97,14 +97,18 @@ def read_parameters(
 def packed_arrays(
     config: ModelConfig, tensor: Tensor, stored: Mapping[str, StoredTensor], kind: str, layer: int
 ) -> dict[str, np.ndarray] | None:
-    """Read the arrays of a ``QuantisedMatrix`` [1, ...] of this kind of one layer; None if it is not stored so."""
+    """Read the arrays of a ``QuantisedMatrix`` [1, ...] of this kind of one layer; {} if it is packed in another form,
+    None if it is not packed.
+    """
     sizes = axis_sizes(config)
     names = _tensor_names(tensor, sizes)[layer : layer + 1]
     parts = [stored[name] for name in names.flat]
     together = []
     for part in parts:
-        if not isinstance(part, PackedTensor) or part.kind != kind:
+        if not isinstance(part, PackedTensor):
             return None
+        if part.kind != kind:
+            return {}
         arrays = part.arrays()
         if kind != "mxfp4":  # the stored axes are merged ones
             outputs, inputs = ([sizes[letter] for letter in word] for word in tensor.hf_axes.split())
@@ -199,10 +203,11 @@ def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> di
             shape = (*source.shape[: fused.axis], length, *source.shape[fused.axis + 1 :])
             first = index if fused.alternating else sum(lengths[:index])
             tensors[part] = StoredTensor(shape, functools.partial(_read_piece, fused, source, first))
-            if isinstance(source, PackedTensor) and source.kind == "mxfp4":  # outputs come first in its arrays
+            if isinstance(source, PackedTensor):
                 step = len(lengths) if fused.alternating else 1
                 cut = functools.partial(source.cut, slice(first, first + step * (length - 1) + 1, step))
-                tensors[part] = PackedTensor(shape, tensors[part].part, kind=source.kind, arrays=cut)
+                kind = source.kind if source.kind == "mxfp4" else ""  # blocks of others may span two parts
+                tensors[part] = PackedTensor(shape, tensors[part].part, kind=kind, arrays=cut)
     return tensors
 
 
@@ -283,29 +288,31 @@ def open_file(path: Path) -> dict[str, StoredTensor]:
         raise InputError(f"{path} is missing though the index names it; fetch it again") from None
     except (SafetensorError, OSError) as error:
         raise InputError(f"{path} is not a whole safetensors file ({error}); fetch it again") from None
-    tensors = {}
+    tensors, starts = {}, {}
     for name in file.keys():  # noqa: SIM118
         view = file.get_slice(name)
-        dtype = view.get_dtype()
-        part = (
-            functools.partial(_read_fp8, path, name)
-            if dtype == "F8_E4M3"
-            else functools.partial(operator.getitem, view)
-        )
-        tensors[name] = StoredTensor(tuple(view.get_shape()), part, dtype)
+        shape, dtype = tuple(view.get_shape()), view.get_dtype()
+        part = functools.partial(operator.getitem, view)
+        if dtype == "F8_E4M3":
+            starts = starts or _data_starts(path)
+            part = functools.partial(_read_fp8, path, starts[name], shape)
+        tensors[name] = StoredTensor(shape, part, dtype)
     return tensors
 
 
-def _read_fp8(path: Path, name: str, place: tuple[slice, ...]) -> np.ndarray:
+def _data_starts(path: Path) -> dict[str, int]:
+    """Return where the numbers of each tensor of a safetensors file begin."""
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name != "__metadata__"}
+
+
+def _read_fp8(path: Path, start: int, shape: tuple[int, ...], place: tuple[slice, ...]) -> np.ndarray:
     """Read a part of a float8 tensor, which safetensors has no NumPy type for."""
     import ml_dtypes
 
-    with path.open("rb") as file:
-        header = int.from_bytes(file.read(8), "little")
-        entry = json.loads(file.read(header))[name]
-    first = 8 + header + entry["data_offsets"][0]
-    codes = np.memmap(path, np.uint8, "r", first, tuple(entry["shape"]))[place]
-    return np.array(codes).view(ml_dtypes.float8_e4m3fn)
+    return np.array(np.memmap(path, np.uint8, "r", start, shape)[place]).view(ml_dtypes.float8_e4m3fn)
 
 
 def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype: str, limit: int = 5 * 10**9) -> None:

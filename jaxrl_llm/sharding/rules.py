@@ -39,8 +39,9 @@ for _name, _axes in list(RULES.items()):
         _outer = 2 if "/experts/" in _name else 1  # the layer's dimension, and the experts'
         _inputs = _outer + (2 if _name.endswith("/o") else 1)
         RULES |= {f"{_name}/a": (*_axes[:_inputs], None), f"{_name}/b": (*_axes[:_outer], None, *_axes[_inputs:])}
-        # Packed matrices too, whose nibbles have one axis of inputs; scales are small.
+        # Packed matrices too, whose nibbles have one axis of inputs; scales are small, but for those of many experts.
         RULES |= {f"{_name}/codes": _axes, f"{_name}/nibbles": (*_axes[: _outer + 1], *_axes[_inputs:])}
+        RULES |= {f"{_name}/scales": _axes[:_outer]}
 
 ACTIVATIONS: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # Between the matrix products each device of ``tensor`` has some of the positions: norms, and what the backward pass

@@ -301,6 +301,9 @@ def load_phase(context: RunContext, number: int, cursor: Cursor | None, resource
         if start is None:
             for line in precision_warnings(storage.folder(run.model), run.learner.lora):
                 progress.note(line, warning=True)
+            if packer and packer.repacked:
+                progress.note(f"{run.model} holds {', '.join(sorted(packer.repacked))} packed in another form than "
+                              f"{run.learner.lora.base}: they are widened, and packed again")  # fmt: skip
         notes = (*configs.unreached(all_phases), *notes)
         cursor = Cursor(run, tokenizer, stage, state, host, start or 0, {})
     cursor.settings, cursor.stage = run, stage

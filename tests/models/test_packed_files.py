@@ -82,6 +82,7 @@ def test_four_bits_of_bitsandbytes_are_kept():
     jax.tree.map(np.testing.assert_array_equal, again[0], model)
     other, packer = packed(PUBLISHED, "int8")
     assert other.weights.blocks.attn.o.kind == "int8" and packer.form == "bfloat16"
+    assert {"attn/o", "mlp/up"} <= packer.repacked, "which is said"
 
 
 @pytest.fixture
@@ -181,6 +182,12 @@ def test_what_cannot_be_read_is_refused(fp8, tmp_path):
         return str(refused.value)
 
     assert "do not fit: fetch the checkpoint again" in refusal({f"{name}.absmax": np.zeros(3, np.uint8)})
+    assert "bnb_4bit_quant_storage" in refusal({name: stored[name].view(np.int8)})
+    assert "do not fit" in refusal({name: stored[name].reshape(1, -1)})
+    for settings in ({"load_in_8bit": True}, {"quant_method": "fp8", "weight_block_size": [96, 96]}):
+        changed = {"quantization_config": attributes["quantization_config"] | settings}
+        with pytest.raises(InputError, match="of 8 bits of bitsandbytes, or of blocks other than"):
+            read_config(attributes | changed)
     state = f"{name}.quant_state.bitsandbytes__nf4"
     assert f"description of {name} cannot be read" in refusal({state: np.zeros(9, np.uint8)})
     codes = {"model.layers.1.mlp.up_proj.weight": np.zeros((192, 64), np.int8)}

@@ -219,6 +219,16 @@ def test_the_mesh_changes_nothing(kind, base, mesh):
     assert largest_difference(*moments) < 1e-5
 
 
+def test_packed_experts_stay_with_their_devices():
+    mesh = make_mesh(MeshShape(1, 1, 2, expert=4))
+    packed = frozen_form(EXPERTS, Lora(2, base="mxfp4"), mesh)
+    gate = jax.device_put(packed, shardings(packed, mesh)).weights.blocks.experts.gate
+    assert "expert" in str(gate.nibbles.sharding.spec) and "expert" in str(gate.scales.sharding.spec)
+    with jax.set_mesh(mesh):
+        text = jax.jit(lambda matrix: quantised.widen(layer_of(matrix), jnp.bfloat16)).lower(gate).compile().as_text()
+    assert "all-gather" not in text
+
+
 @pytest.mark.parametrize("remat", ["full", "none"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_stack_is_ever_wide(kind, remat):
@@ -260,6 +270,6 @@ def test_a_base_is_packed_as_it_is_read(kind, tmp_path):
 
 
 def test_what_cannot_be_packed_is_refused():
-    with pytest.raises(InputError, match=r"nf4 packs 64 inputs .* one of 24: set it to int8 or bf16"):
+    with pytest.raises(InputError, match=r"nf4 packs 64 inputs .* one of 24: set it to int8, fp8 or bf16"):
         quantised.quantise("nf4", jnp.zeros((1, 24, 8)), 1)
     assert set(to_parameters(held("nf4"))) == set(to_parameters(BASE))
