@@ -11,6 +11,7 @@ from learner.rollouts import (
     PROMPTS,
     G,
     T,
+    UpdateBy,
     changed,
     forward_on,
     groups,
@@ -76,7 +77,7 @@ def advantages_of(packed):
 def run(settings, update, held=False, seed=3, samples=None, algorithm=PRESETS["dapo"], coefficients=None, **given):
     """Learn from the rollout; ``held``: the state has a reference."""
     state = create_state(tiny("windows"), build(settings.optimiser), held, MESH)
-    training = (Training((PolicyGradient(algorithm, settings.updates > 1),), update),)
+    training = (Training((PolicyGradient(algorithm, settings.updates > 1),), UpdateBy(update)),)
     return learn(state, groups(samples or rollout()), settings, FORWARD, training, coefficients or {}, seed, **given)
 
 
@@ -308,7 +309,7 @@ def test_a_reference_is_watched_that_nothing_is_learned_from(settings, scored):
     text = dataclasses.replace(samples[0], mask=np.ones_like(samples[0].mask), counted_by=("text/",))
     given = [[dataclasses.replace(s, counted_by=("policy",)) for s in group] for group in groups(samples)]
     record = Record()
-    training = (Training((PolicyGradient(PRESETS["dapo"], settings.updates > 1), Beside()), record),)
+    training = (Training((PolicyGradient(PRESETS["dapo"], settings.updates > 1), Beside()), UpdateBy(record)),)
     state = with_reference(create_state(tiny("windows"), build(settings.optimiser), True, MESH))
     state, metrics = learn(state, [*given, [text]], settings, FORWARD, training, {}, 3, monitor_kl=True)
     logp, ref = (np.float64(unpacked_logp(model, samples)) for model in (tiny("windows"), OTHER))
