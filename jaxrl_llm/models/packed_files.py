@@ -16,13 +16,38 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.families import StoredTensor
-from jaxrl_llm.models.quantised import BLOCK_SIZES, MXFP4, NF4, PAIRED, SCALE_BLOCK, dynamic_map, pair_codes
 
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+"""The 16 numbers of NF4 (QLoRA, appendix E)."""
+MXFP4 = tuple(sign * number for sign in (1.0, -1.0) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
+"""The 16 numbers of MXFP4."""
+BLOCK_SIZES = {"nf4": 64, "mxfp4": 32, "fp8": 128}
+"""Inputs with a common scale."""
+SCALE_BLOCK = 256
+"""Scales of NF4 with a common scale of their own."""
+PAIRED = 64
+"""Inputs of which half share a byte with the other half."""
 METHODS = ("mxfp4", "bitsandbytes", "fp8")
 """The ``quant_method`` of a config.json that can be read."""
 FLOATS = ("F64", "F32", "F16", "BF16")
 STATE = ".quant_state.bitsandbytes__"
 """Between the name of a matrix and its type, in the name of bitsandbytes' description of it."""
+
+
+def dynamic_map() -> np.ndarray:
+    """Return the 256 numbers of bitsandbytes' dynamic 8-bit type in rising order, float32: between 0 and 1 each decade
+    has twice as many as the one below (arXiv 2110.02861).
+    """
+    numbers = [0.0, 1.0]
+    for decade in range(7):
+        bounds = np.linspace(0.1, 1, 2**decade + 1, dtype=np.float32)
+        means = 10.0 ** (decade - 6) * (bounds[:-1] + bounds[1:]) / 2
+        numbers += [*means.tolist(), *(-means).tolist()]
+    return np.sort(np.array(numbers + [0.0] * (256 - len(numbers)), np.float32))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +63,12 @@ class PackedTensor(StoredTensor):
         """Return the arrays of some outputs of MXFP4."""
         arrays = self.arrays()
         return {"nibbles": arrays["nibbles"][:, :, outputs], "scales": arrays["scales"][:, outputs]}
+
+
+def pair_codes(codes: Any) -> Any:
+    """Return bytes [in / 2, out..] of codes [in, out..] from 0 to 15."""
+    halves = codes.reshape(-1, 2, PAIRED // 2, *codes.shape[1:])
+    return (halves[:, 0] << 4 | halves[:, 1]).reshape(-1, *codes.shape[1:])
 
 
 def open_packed(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
