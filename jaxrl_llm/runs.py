@@ -209,8 +209,10 @@ def load_model(name: str, dtype: str, mesh: Any, pack: Any = None) -> tuple[Any,
         load_either(name, dtype, mesh, pack=pack) if trained is None else load_trained(trained, mesh, dtype)
     )
     if (check := MODEL_CHECKER.get()) is not None and not only_shapes(mesh):
-        read = pack is not None and pack.checksums
-        check(name, *((pack.form, pack.digest) if read else (dtype, functools.partial(weights_digest, model))))
+        if pack is not None and pack.checksums:
+            check(name, pack.form, pack.digest)
+        else:
+            check(name, dtype, functools.partial(weights_digest, model))
     return model, tokenizer
 
 
@@ -255,12 +257,12 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None, merged: 
         policy = with_adapter(base, adapter)
         found = jax.jit(merge, out_shardings=shardings(jax.eval_shape(merge, policy), mesh))(policy)
     elif trained.step == 0 and not only_shapes(mesh):
-        model, tokenizer = load_base(trained, mesh)
+        model, tokenizer, _ = load_base(trained, mesh)
         found = as_trained(run, model)
     else:
         if trained.step:
             check_whole(trained.directory)
-        model, tokenizer = load_base(trained, mesh.abstract_mesh)
+        model, tokenizer, _ = load_base(trained, mesh.abstract_mesh)
         like = jax.eval_shape(lambda m: as_trained(run, m), model)
         found = like if only_shapes(mesh) else restore_policy(trained.directory, like, mesh)
     if dtype is None:
@@ -272,19 +274,17 @@ def load_trained(trained: Trained, mesh: Any, dtype: str | None = None, merged: 
 def load_adapter(trained: Trained, mesh: Any) -> tuple[Any, Any, Any | None]:
     """Load (base, adapter, tokenizer or None) of a run's checkpoint that has an adapter."""
     from jaxrl_llm.models.heads import split_head
-    from jaxrl_llm.models.lora import BasePacker, create_adapter
+    from jaxrl_llm.models.lora import create_adapter
 
     trained = initial_model_of(trained)
     if trained.step:
         check_whole(trained.directory)
-    packer = BasePacker(trained.run.learner.lora) if trained.run.learner.lora.packed else None
-    model, tokenizer = load_base(trained, mesh, packer)
+    model, tokenizer, checksums = load_base(trained, mesh)
     base, head = split_head(as_trained(trained.run, model))
     make = functools.partial(create_adapter, base.config, trained.run.learner.lora, jax.random.key(trained.run.seed))
     if trained.step == 0:
         return base, jax.jit(make, out_shardings=shardings(jax.eval_shape(make, head), mesh))(head), tokenizer
     adapter = jax.eval_shape(make, head)
-    checksums = packer.checksums if packer else {}
     return base, restore_policy(trained.directory, adapter, mesh, checksums or checksums_by_name(base)), tokenizer
 
 
@@ -299,13 +299,19 @@ def initial_model_of(trained: Trained) -> Trained:
     return initial_model_of(first)
 
 
-def load_base(trained: Trained, mesh: Any, pack: Any = None) -> tuple[Any, Any | None]:
-    """Load (model, tokenizer or None) that the run was trained from. ``mesh`` and ``pack``: as for ``load_model``; for
-    shapes any step of another run will do. InputError: the model is missing; the line names the run.
+def load_base(trained: Trained, mesh: Any) -> tuple[Any, Any | None, dict[str, Any]]:
+    """Load (model, tokenizer or None, checksums) that the run was trained from: packed as it was there, with the
+    checksums of what was read; {} if it is not packed. ``mesh``: as for ``load_model``; for shapes any step of another
+    run will do. InputError: the model is missing; the line names the run.
     """
+    from jaxrl_llm.models.lora import BasePacker
+
+    lora = trained.run.learner.lora
+    packer = BasePacker(lora) if lora.packed and not only_shapes(mesh) else None
     name = configs.without_step(trained.run.model) if only_shapes(mesh) else trained.run.model
     with naming(f"the model that {trained.directory.parents[1]} was trained from"):
-        return load_model(name, trained.run.learner.initial_dtype, mesh, pack)
+        model, tokenizer = load_model(name, trained.run.learner.initial_dtype, mesh, packer)
+    return model, tokenizer, {} if packer is None else packer.checksums
 
 
 def decide_model_versions(loaded: LoadedConfig, directory: Path, started: bool, start: Start | None) -> dict[str, Pin]:

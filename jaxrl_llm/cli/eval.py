@@ -30,7 +30,6 @@ from jaxrl_llm.cli.flags import first, parse_flags, take
 from jaxrl_llm.codec import jsonable
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.models.lora import BasePacker
 from jaxrl_llm.rollout.settings import USUAL_SLOTS
 from jaxrl_llm.runs import Trained, find_run, load_base, load_model, load_trained, mesh_here, needs_base
 from jaxrl_llm.sharding import MeshShape
@@ -490,9 +489,7 @@ def evaluate_stage(trained: Trained) -> dict[str, Any]:
         on_exit(lambda *reason: resources.close()),
     ):
         progress.status(f"loading {run.model}")
-        needs = needs_base(run, directory)
-        packer = BasePacker(run.learner.lora) if needs and run.learner.lora.packed else None
-        model, tokenizer = load_base(trained, mesh if needs else mesh.abstract_mesh, packer)
+        model, tokenizer, _ = load_base(trained, mesh if needs_base(run, directory) else mesh.abstract_mesh)
         stage = kind.prepare(run, model, tokenizer, mesh, resources, progress, ALONE)
         del model
         progress.status(f"loading {directory}")

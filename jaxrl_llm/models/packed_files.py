@@ -53,16 +53,12 @@ def dynamic_map() -> np.ndarray:
 @dataclasses.dataclass(frozen=True)
 class PackedTensor(StoredTensor):
     """A tensor that is stored in fewer bits, of a kind of ``quantised``; "" where that has none. ``arrays`` reads those
-    of a ``QuantisedMatrix`` of the stored axes: NF4's [in / 2, out], FP8's [in, out], MXFP4's [E, in / 2, out].
+    of a ``QuantisedMatrix`` of the stored axes: NF4's [in / 2, out], FP8's [in, out], MXFP4's [E, in / 2, out], of some
+    outputs where a slice is given.
     """
 
     kind: str = ""
-    arrays: Callable[[], dict[str, np.ndarray]] = dict
-
-    def cut(self, outputs: slice) -> dict[str, np.ndarray]:
-        """Return the arrays of some outputs of MXFP4."""
-        arrays = self.arrays()
-        return {"nibbles": arrays["nibbles"][:, :, outputs], "scales": arrays["scales"][:, outputs]}
+    arrays: Callable[..., dict[str, np.ndarray]] = dict
 
 
 def pair_codes(codes: Any) -> Any:
@@ -131,10 +127,10 @@ def _mxfp4(name: str, blocks: StoredTensor, scales: StoredTensor) -> PackedTenso
         first = inputs.start - groups.start * size
         return values[:, :, first : first + inputs.stop - inputs.start].swapaxes(1, 2)
 
-    def arrays() -> dict[str, np.ndarray]:
-        packed = blocks.read()
-        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(experts, outputs, -1)
-        return {"nibbles": np.stack([pair_codes(one.T) for one in codes]), "scales": scales.read()}
+    def arrays(some: slice = slice(None)) -> dict[str, np.ndarray]:
+        packed = blocks.read()[:, some]
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(*packed.shape[:2], -1)
+        return {"nibbles": np.stack([pair_codes(one.T) for one in codes]), "scales": scales.read()[:, some]}
 
     kind = "mxfp4" if count * size % PAIRED == 0 else ""
     return PackedTensor((experts, count * size, outputs), part, kind=kind, arrays=arrays)

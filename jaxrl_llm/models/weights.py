@@ -62,7 +62,7 @@ def read_parameters(
     stored = split_tensors(config, stored)
     check_tensors(config, stored, scalar)
 
-    def place(path: str, shape: tuple[int, ...], kind: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
+    def put(path: str, shape: tuple[int, ...], kind: Any, read: Callable[[tuple[slice, ...]], np.ndarray]) -> Any:
         if mesh is None:
             return jnp.array(read(tuple(slice(0, size) for size in shape)))
         return from_parts(shape, kind, layout_of(path, shape, mesh), read)
@@ -76,12 +76,12 @@ def read_parameters(
             place = (slice(place[0].start + first, place[0].stop + first), *place[1:])
             return read_part(config, tensor, stored, jnp.dtype(dtype), place)
 
-        return place(tensor.path.replace(".", "/"), shape, jnp.dtype(dtype), part)
+        return put(tensor.path.replace(".", "/"), shape, jnp.dtype(dtype), part)
 
     def read_packed(tensor: Tensor, kind: str, layer: int) -> dict[str, Any] | None:
         arrays = packed_arrays(config, tensor, stored, kind, layer)
         path = tensor.path.replace(".", "/")
-        return arrays and {name: place(f"{path}/{name}", x.shape, x.dtype, x.__getitem__) for name, x in arrays.items()}
+        return arrays and {name: put(f"{path}/{name}", x.shape, x.dtype, x.__getitem__) for name, x in arrays.items()}
 
     leaves = {}
     for tensor in tensors_of(config, scalar):
@@ -205,9 +205,10 @@ def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> di
             tensors[part] = StoredTensor(shape, functools.partial(_read_piece, fused, source, first))
             if isinstance(source, PackedTensor):
                 step = len(lengths) if fused.alternating else 1
-                cut = functools.partial(source.cut, slice(first, first + step * (length - 1) + 1, step))
+                cut = slice(first, first + step * (length - 1) + 1, step)
                 kind = source.kind if source.kind == "mxfp4" else ""  # blocks of others may span two parts
-                tensors[part] = PackedTensor(shape, tensors[part].part, kind=kind, arrays=cut)
+                arrays = functools.partial(source.arrays, cut)
+                tensors[part] = PackedTensor(shape, tensors[part].part, kind=kind, arrays=arrays)
     return tensors
 
 

@@ -2,17 +2,24 @@
 
 import base64
 import json
+import shutil
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import ClassVar
 
+import jax
+import ml_dtypes
 import numpy as np
 import pytest
 from commands import assert_refused, commands
+from models.loading import write_safetensors
 from safetensors.numpy import load_file
 
 from jaxrl_llm.models import load_pretrained, save_pretrained
 from jaxrl_llm.models.decoder import Decoder, to_parameters
+from jaxrl_llm.models.weights import open_checkpoint
+from jaxrl_llm.runs import find_run, load_adapter
+from jaxrl_llm.sharding import MeshShape, make_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -38,6 +45,8 @@ LINES = {
     "push file": "export whole --out pushed.gguf --push someone/file",
     "packed": f"train smoke {FLAGS.replace('l base', 'l adapter').replace('f32', 'nf4')} --steps 2 --run_dir packed",
     "eval packed": "eval packed --json",
+    "kept": f"train smoke {FLAGS.replace('l base', 'l fp8').replace('f32', 'fp8')} --steps 2 --run_dir kept",
+    "eval kept": "eval kept --json",
     "export packed": "export packed --out packed_model",
     "eval packed_model": "eval packed_model --config smoke --json",
     "generate": "generate whole --temperature 0 --max_new_tokens 8 --prompt hello",
@@ -50,6 +59,13 @@ LINES = {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lora")
     save_pretrained(*load_pretrained("tiny-random"), folder / "base")
+    shutil.copytree(folder / "base", folder / "fp8")
+    tensors = load_file(folder / "base/model.safetensors")
+    for name in [name for name in tensors if "proj" in name]:
+        # Codes up to half of the largest: packed again, they would be others.
+        tensors[f"{name}_scale_inv"] = np.full((1, 1), np.abs(tensors[name]).max() / 224, np.float32)
+        tensors[name] = (tensors[name] / tensors[f"{name}_scale_inv"]).astype(ml_dtypes.float8_e4m3fn)
+    write_safetensors(folder / "fp8", tensors)
     return folder
 
 
@@ -197,6 +213,15 @@ def test_an_adapter_over_another_precision_of_its_base_is_trained_with_a_warning
     assert "adapter was trained over base in f32, and its base is in nf4 here" in answers["packed"].err
     assert "trained over" not in answers["over"].err
     assert "as low-rank adapters over the base in f32" in (folder / "adapter/README.md").read_text()
+
+
+def test_a_base_that_is_stored_packed_is_the_same_wherever_the_run_is_read(folder, answers):
+    stored = open_checkpoint(folder / "fp8")["model.layers.1.mlp.up_proj.weight"].read()
+    base, _, _ = load_adapter(find_run(str(folder / "kept")), make_mesh(MeshShape(), jax.devices()[:1]))
+    np.testing.assert_array_equal(base.weights.blocks.mlp.up.codes[1], stored.T)
+    assert answers["kept"].code == answers["eval kept"].code == 0, answers["kept"].err + answers["eval kept"].err
+    last = json.loads((folder / "kept/metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads(answers["eval kept"].out)["eval/chain_sum/pass@1"] == last["eval/chain_sum/pass@1"]
 
 
 def test_an_adapter_over_an_adapter_is_not_exported(answers):

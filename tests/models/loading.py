@@ -52,6 +52,18 @@ def example_of(directory):
         return dict(stored)
 
 
+def write_safetensors(directory, tensors):
+    """Write model.safetensors, of types too that safetensors' own functions for NumPy lack."""
+    header, data = {}, b""
+    names = {"uint8": "U8", "float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
+    for name, array in tensors.items():
+        offsets = [len(data), len(data) + array.nbytes]
+        header[name] = {"dtype": names[array.dtype.name], "shape": array.shape, "data_offsets": offsets}
+        data += array.tobytes()
+    text = json.dumps(header).encode()
+    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
+
+
 def anonymous():
     """Bytes of this process' memory now that are no pages of files."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from flax import traverse_util
 from learner.rollouts import one_device
-from models.loading import example_of, read
+from models.loading import example_of, read, write_safetensors
 from models.test_quantised import codes_of
 from safetensors.numpy import load_file, save_file
 
@@ -40,18 +40,6 @@ def packed(directory, base, mesh=None):
 
 def layer_of(matrix, layer):
     return np.asarray(widen(jax.tree.map(lambda x: x[layer], matrix), jnp.float32))
-
-
-def save(directory, tensors):
-    """Write a safetensors file, types that its NumPy functions lack included."""
-    header, data = {}, b""
-    names = {"uint8": "U8", "float32": "F32", "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3"}
-    for name, array in tensors.items():
-        offsets = [len(data), len(data) + array.nbytes]
-        header[name] = {"dtype": names[array.dtype.name], "shape": array.shape, "data_offsets": offsets}
-        data += array.tobytes()
-    text = json.dumps(header).encode()
-    (directory / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data)
 
 
 def test_four_bits_of_bitsandbytes_are_read():
@@ -105,7 +93,7 @@ def fp8(tmp_path):
             number = np.where(exponent, 2.0 ** (exponent - 7.0) * (1 + mantissa / 8), mantissa / 512)
             each = np.array([[scales[i // 128, j // 128] for j in range(array.shape[1])] for i in range(len(array))])
             wide[name] = np.where(codes >> 7, -number, number) * each
-    save(tmp_path, tensors)
+    write_safetensors(tmp_path, tensors)
     return tmp_path, wide
 
 
@@ -145,7 +133,7 @@ def test_experts_in_mxfp4_are_read_and_kept(tmp_path):
         wanted[name] = whole.reshape(experts, outputs, inputs).swapaxes(1, 2)
         tensors[f"{name}_blocks"] = (bits[..., ::2] + 16 * bits[..., 1::2]).astype(np.uint8)
         tensors[f"{name}_scales"] = scales.astype(np.uint8)
-    save(directory, tensors)
+    write_safetensors(directory, tensors)
     _, parameters = read(directory)
     found = parameters["blocks"]["experts"]
     for layer in range(2):
@@ -162,7 +150,7 @@ def test_experts_in_mxfp4_are_read_and_kept(tmp_path):
         np.testing.assert_array_equal(kept.down.scales[1], tensors[prefix + "down_proj_scales"])
         for name in ("gate", "up", "down"):
             np.testing.assert_array_equal(layer_of(getattr(kept, name), 1), found[name][1])
-    save(directory, tensors | {prefix + "down_proj_scales": np.zeros((4, 64, 3), np.uint8)})
+    write_safetensors(directory, tensors | {prefix + "down_proj_scales": np.zeros((4, 64, 3), np.uint8)})
     with pytest.raises(InputError, match="fetch the checkpoint again"):
         load_pretrained(directory)
 

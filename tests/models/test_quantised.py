@@ -58,6 +58,16 @@ def codes_of(nibbles):
     return np.stack([np.asarray(nibbles)[row] >> shift & 15 for row, shift in rows])
 
 
+def check_gradient(policy, packed, wide, remat):
+    """The adapter's gradient over packed numbers is that over the same ones written out; returns its function."""
+    data, compute = pack(rollout(), Layout(8, 22, T)), ComputeOptions(remat=remat)
+    gradient = jax.jit(lambda base: policy_gradient(policy, data, PRESETS["dapo"], compute, base)[0])
+    found, wanted = gradient(packed), gradient(wide)
+    size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted))
+    assert largest_difference(found, wanted) < 1e-6 * max(size, 1)
+    return gradient
+
+
 def layer_of(packed, index=0):
     return jax.tree.map(lambda x: x[index], packed)
 
@@ -141,13 +151,7 @@ def test_a_packed_model_computes_as_its_numbers_written_out(kind):
     assert 0 < close.mean() < {"int8": 0.02, "fp8": 0.1}.get(kind, 0.4)
     model = cast(with_adapter(packed, policy), "float32")
     np.testing.assert_allclose(logits(model, TOKENS), logits(with_adapter(wide, policy), TOKENS), atol=2e-5)
-    data = pack(rollout(), Layout(8, 22, T))
-    gradient = jax.jit(
-        lambda base: policy_gradient(policy, data, PRESETS["dapo"], ComputeOptions(remat="full"), base)[0]
-    )
-    found, wanted = gradient(packed), gradient(wide)
-    size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted))
-    assert largest_difference(found, wanted) < 1e-6 * max(size, 1)
+    check_gradient(policy, packed, wide, "full")
     rules = Sampling(max_new_tokens=6)
     sampled = [
         Engine(m, 2, 32, 4).generate(m, TOKENS.tolist(), [0, 1], rules) for m in (model, with_adapter(wide, policy))
@@ -169,13 +173,7 @@ def test_packed_experts_compute_as_their_numbers_written_out(kind):
     wide = merge(with_adapter(packed, jax.tree.map(jnp.zeros_like, policy)))
     model = cast(with_adapter(packed, policy), "float32")
     np.testing.assert_allclose(logits(model, TOKENS), logits(with_adapter(wide, policy), TOKENS), atol=2e-5)
-    data = pack(rollout(), Layout(8, 22, T))
-    gradient = jax.jit(
-        lambda base: policy_gradient(policy, data, PRESETS["dapo"], ComputeOptions(remat="none"), base)[0]
-    )
-    found, wanted = gradient(packed), gradient(wide)
-    size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted))
-    assert largest_difference(found, wanted) < 1e-6 * max(size, 1)
+    gradient = check_gradient(policy, packed, wide, "none")
     text = gradient.lower(packed).compile().as_text()
     assert not re.search(rf"(f32|bf16)\[{MIXTURE.layers},4,64,128\]", text)
 
