@@ -11,7 +11,7 @@ from learner.rollouts import T, UpdateBy, forward_on, groups, one_device, policy
 from tiny import VOCAB, Compilations, equations, tiny
 
 from jaxrl_llm.algorithms import PRESETS
-from jaxrl_llm.learner import Layout, Learner, Optimiser, Training, create_state, learn, pack
+from jaxrl_llm.learner import Forward, Layout, Learner, Optimiser, Training, create_state, learn, pack
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.learner.update import Update, compile_ahead, kl_of_policy
 from jaxrl_llm.models.config import ComputeOptions
@@ -99,6 +99,28 @@ def test_programs_are_compiled_once_and_ahead():
             state, _ = learn(state, members, settings, forward, (real,), {}, 0)
     assert int(state.policy.updates) == 4
     assert not {"jit(update)", "jit(_score)"} & {*compilations.heard}
+
+
+def test_learning_waits_for_compilations_before_its_first_pass():
+    said = []
+
+    class Waiting(UpdateBy):
+        def compiled(self):
+            said.append("waited")
+
+    class Telling(Forward):
+        def score(self, *given):
+            said.append("scored")
+            return super().score(*given)
+
+    settings = Learner(epochs=2)
+    real = policy_training(PRESETS["dapo"], settings.optimiser, several=True)
+    plain = forward_on(MESH, Layout(2, 40, T), ComputeOptions())
+    forward = Telling(plain.layout, plain.compute, plain.temperature, plain.mesh)
+    state = create_state(tiny("windows"), build(settings.optimiser), False, MESH)
+    with jax.set_mesh(MESH):
+        learn(state, groups(rollout()), settings, forward, (Training(real.objectives, Waiting(real.update)),), {}, 0)
+    assert said == ["waited", "scored"]
 
 
 def test_an_update_waits_for_its_compilation():

@@ -19,7 +19,7 @@ from jaxrl_llm.learner.forward import put_on_mesh
 from jaxrl_llm.learner.optimiser import build
 from jaxrl_llm.models import layers, quantised
 from jaxrl_llm.models.config import ADAPTED, Attention, ComputeOptions, Experts, Lora, ModelConfig
-from jaxrl_llm.models.decoder import cast, initialise, logits, to_parameters
+from jaxrl_llm.models.decoder import cast, causal_rows, forward, initialise, logits, to_parameters
 from jaxrl_llm.models.hf import save_pretrained
 from jaxrl_llm.models.lora import BasePacker, create_adapter, frozen_form, merge, with_adapter
 from jaxrl_llm.models.pretrained import load_either
@@ -237,6 +237,20 @@ def test_no_stack_is_ever_wide(kind, remat):
     depth = CONFIG.layers
     assert f"[{depth},64,192]" in text or f"[{depth},32,192]" in text, "the packed stack is read"
     assert not re.search(rf"(f32|bf16)\[{depth},(64,192|192,64)\]", text)
+
+
+def test_dots_keep_one_array_of_each_adapted_product():
+    """The sum of x W and (x a) b: beside a layer's input the backward pass is given outputs of products."""
+    rows, policy = causal_rows(jnp.asarray(TOKENS)), adapter("bf16")
+
+    def kept(remat):
+        compute = ComputeOptions(remat=remat)
+        run = lambda policy: forward(cast(with_adapter(BASE, policy), "float32"), rows, compute)
+        backward = jax.eval_shape(lambda policy: jax.vjp(run, policy)[1], policy)
+        return sum(x.size for x in jax.tree.leaves(backward))
+
+    outputs = (4 + 2 + 2) * 16 + 64 + 192 + 192 + 64
+    assert 0 < kept("dots") - kept("full") <= CONFIG.layers * TOKENS.size * outputs
 
 
 def test_nothing_of_a_matrix_is_hoisted_out_of_the_loop_over_layers():
