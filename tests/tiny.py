@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Rope, Yarn
+from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Recurrent, Rope, Yarn
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes
 from jaxrl_llm.stages.programs import ingredients_of, rules_for
 
@@ -34,6 +34,12 @@ KINDS = {
         "gpt_oss", VOCAB, 16, 2, 24,
         Attention(4, 2, 8, windows=(3, 0), rope=Rope(50.0, Yarn(4.0, 16, 4.0, 0.5, 1.2, False)), sinks=True),
         experts=Experts(4, 2, renormalise=True, limit=0.5)),
+    "delta": ModelConfig(
+        "qwen3_5_text", VOCAB, 16, 4, 24, Attention(4, 2, 8, rope=Rope(dims=4), gated=True), Norm(plus_one=True),
+        recurrent=Recurrent("delta", (True, True, False, True), 4, 2, 4, 8, 6)),
+    "conv": ModelConfig(
+        "lfm2", VOCAB, 16, 4, 24, Attention(4, 2, 8), embeddings=Embeddings(tied=True),
+        recurrent=Recurrent("conv", (True, False, True, False), 3)),
 }  # fmt: skip
 """A configuration for each thing that a family may have; all else is as small as can be."""
 
@@ -44,7 +50,7 @@ def tiny(kind: str = "plain", seed: int = 0, dtype: str = "float32") -> Decoder:
 
     leaves = {}
     for path, shape in parameter_shapes(config).items():
-        centre = 1.0 if "norm" in path and not config.norm.plus_one else 0.0
+        centre = 1.0 if "norm" in path and not (config.norm.plus_one and "delta" not in path) else 0.0
         leaves[path] = jax.device_put((centre + 0.3 * random.normal(size=shape)).astype(np.float32).astype(dtype))
     return Decoder(config, traverse_util.unflatten_dict(leaves, sep="."))
 

@@ -36,6 +36,11 @@ GEMMA3_ROPE = {
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 16,
         "beta_fast": 4.0, "beta_slow": 0.5}  # fmt: skip
+DELTA = {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 6, "head_dim": 16,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0, "partial_rotary_factor": 0.25},
+}  # fmt: skip
 
 FAMILIES = {
     "llama": (transformers.LlamaConfig, {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}),
@@ -104,6 +109,27 @@ FAMILIES = {
         transformers.GptOssConfig,
         SMALL | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 6, "swiglu_limit": 0.5,
                  "swiglu_alpha": 1.3, "rope_parameters": YARN | {"truncate": False}},
+    ),
+    "qwen3_next": (
+        transformers.Qwen3NextConfig,
+        SMALL | DELTA | {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                         "shared_expert_intermediate_size": 20},
+    ),
+    "qwen3_5_text": (
+        transformers.Qwen3_5TextConfig,
+        SMALL | DELTA | {"layer_types": [*["linear_attention", "full_attention"] * 2, "linear_attention"],
+                         "num_hidden_layers": 5, "tie_word_embeddings": True},
+    ),
+    "qwen3_5_moe_text": (
+        transformers.Qwen3_5MoeTextConfig,
+        SMALL | DELTA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+                         "shared_expert_intermediate_size": 20},
+    ),
+    "lfm2": (
+        transformers.Lfm2Config,
+        SMALL | {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention", "conv", "conv"],
+                 "intermediate_size": 30, "block_multiple_of": 8, "norm_eps": 1e-3,
+                 "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
     ),
 }  # fmt: skip
 REWARD_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")

@@ -108,6 +108,8 @@ class Prefix(NamedTuple):
 class PrefixCache:
     """Cache of computed sequences of up to ``max_length`` tokens: those of waiting requests, and those kept of earlier
     ones to resume from. ``mesh`` divides the sequences of a call; None for one device. ``dtype``: of keys and values.
+    ``recurrent``: the model has states, from which a sequence goes on only where they were kept: after its last but
+    one token.
 
     Attributes:
       rows: maximum number of sequences of a call.
@@ -115,8 +117,9 @@ class PrefixCache:
       shapes: of all calls so far.
     """
 
-    def __init__(self, max_length: int, mesh: Mesh | None = None, dtype: Any = None):
+    def __init__(self, max_length: int, mesh: Mesh | None = None, dtype: Any = None, recurrent: bool = False):
         self._max_length = max_length
+        self._recurrent = recurrent
         self._mesh = mesh
         self._dtype = dtype
         self._parts = 1 if mesh is None else batch_parts(mesh)
@@ -211,12 +214,14 @@ class PrefixCache:
         turn of an episode always those of the prompt.
         """
         if request.keep_prompt:
-            return len(request.prompt), self._prompts[request.prompt.key]
+            return len(request.prompt) - self._recurrent, self._prompts[request.prompt.key]
         best: tuple[int, Prefix | None] = (0, None)
         for (_, beside), (tokens, prefix) in self._kept.items():
             size = min(len(tokens), len(request.input_tokens))
             different = np.flatnonzero(tokens[:size] != request.input_tokens[:size])
             shared = int(different[0]) if len(different) else size
+            if self._recurrent and (shared < len(tokens) or shared == len(request.input_tokens)):
+                continue
             best = (shared, prefix) if shared > best[0] and beside == request.prompt.beside else best
         return best
 
@@ -224,9 +229,10 @@ class PrefixCache:
         self, model: Decoder, shape: PrefillShape, rows: int, batch: list[tuple[Request, int, Prefix | None]]
     ) -> None:
         starts = np.zeros(rows, np.int32)
+        ends = np.zeros(rows, np.int32)
         tokens = np.zeros((rows, shape.calls * shape.piece), np.int32)
         for row, (request, start, _) in enumerate(batch):
-            starts[row] = start
+            starts[row], ends[row] = start, len(request.input_tokens) - 1
             tokens[row, : len(request.input_tokens) - start] = request.input_tokens[start:]
         cache = None
         routes: list[jax.Array | None] = []
@@ -236,7 +242,10 @@ class PrefixCache:
         for call in range(shape.calls):
             at = call * shape.piece
             piece = tokens[:, at : at + shape.piece]
-            cache, experts = extend_prompts(model, cache, starts + at, piece, shape.columns, self._mesh, self._dtype)
+            changing = np.clip(ends - starts - at, 0, shape.piece)
+            cache, experts = extend_prompts(
+                model, cache, starts + at, piece, changing, shape.columns, self._mesh, self._dtype
+            )
             routes.append(experts)
         if shape.columns > self._max_length:
             cache = resize_columns(cache, self._max_length)
@@ -307,7 +316,8 @@ class Scheduler:
         self._state: Any = None
         self._shape: Any = None
         self.running: dict[int, Request] = {}
-        self.prefixes = PrefixCache(spec.max_length, spec.mesh, spec.dtype)
+        self._recurrent = spec.config.recurrent is not None
+        self.prefixes = PrefixCache(spec.max_length, spec.mesh, spec.dtype, self._recurrent)
 
     def __str__(self) -> str:
         """Describe the shape of the next chunk in words."""
@@ -397,7 +407,7 @@ class Scheduler:
                 new.seeds[slot] = (request.seed & 0xFFFFFFFF, request.seed >> 32 & 0xFFFFFFFF)
                 new.sampled[slot] = request.num_partial
                 new.limits[slot] = request.limit
-                admission.source[slot] = prefix.row if request.columns else -1
+                admission.source[slot] = prefix.row if request.columns or self._recurrent else -1
                 if request.partial is not None and repetition:
                     logp = request.partial.extras.get("policy_logp", request.partial.sampler_logp)
                     # No policy was sure of the others.
@@ -452,7 +462,13 @@ def has_one_shape(spec: EngineSpec) -> bool:
     whatever the sampler is asked for: where the cache is small.
     """
     attention = spec.config.attention
-    token_bytes = 2 * spec.config.layers * attention.kv_heads * attention.head_dim * np.dtype(spec.dtype).itemsize
+    token_bytes = (
+        2
+        * len(spec.config.layers_with("attn"))
+        * attention.kv_heads
+        * attention.head_dim
+        * np.dtype(spec.dtype).itemsize
+    )
     few = spec.slots <= FEW_SLOTS and not spec.strict
     return few and spec.slots * spec.max_length * token_bytes <= FEW_BYTES
 

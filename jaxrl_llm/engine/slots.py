@@ -19,6 +19,7 @@ from jaxrl_llm.models.decoding import (
     decode,
     empty_cache,
     extend,
+    first_rows,
     flush,
     insert,
     insert_divided,
@@ -63,9 +64,14 @@ def map_local_rows(change: Callable[..., Cache], mesh: Mesh | None, cache: Cache
     """
     if mesh is None:
         return change(cache, new, *index)
-    rows = fit_spec(cache.k.shape, CACHE_PARTITION, mesh)
-    in_specs = (rows, rows, *(PartitionSpec(rows[1]) for _ in index))
+    rows, new_rows = (cache_specs(c, mesh) for c in (cache, new))
+    in_specs = (rows, new_rows, *(PartitionSpec(rows.k[1]) for _ in index))
     return jax.shard_map(change, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)(cache, new, *index)
+
+
+def cache_specs(cache: Cache | None, mesh: Mesh) -> Any:
+    """Return the partition of each array of a cache."""
+    return jax.tree.map(lambda x: fit_spec(x.shape, CACHE_PARTITION, mesh), cache)
 
 
 def insert_rows(
@@ -74,11 +80,11 @@ def insert_rows(
     """Apply ``insert`` to every device's own rows and heads; the rows given may be divided too."""
     if mesh is None:
         return insert(cache, prefilled, source, start)
-    rows, prefilled_rows = (fit_spec(c.k.shape, CACHE_PARTITION, mesh) for c in (cache, prefilled))
+    rows, prefilled_rows = (cache_specs(c, mesh) for c in (cache, prefilled))
     change: Callable[..., Cache] = lambda *arguments: insert(*arguments[:-1])  # noqa: E731
-    if prefilled_rows[1]:
-        change = functools.partial(insert_divided, axes=prefilled_rows[1])
-    each = PartitionSpec(rows[1])
+    if prefilled_rows.k[1]:
+        change = functools.partial(insert_divided, axes=prefilled_rows.k[1])
+    each = PartitionSpec(rows.k[1])
     in_specs = (rows, prefilled_rows, each, each, PartitionSpec())
     return jax.shard_map(change, mesh=mesh, in_specs=in_specs, out_specs=rows, check_vma=False)(
         cache, prefilled, source, start, needed
@@ -154,7 +160,7 @@ def empty_slots(
     and columns of the cache, those of the slots unless more are given.
     """
     cache = empty_cache(config, *(cache_shape or (shape.rows, shape.columns)), dtype)
-    blocks = empty_cache(config, shape.blocks, shape.prompt_columns, dtype)
+    blocks = empty_cache(config, shape.blocks, shape.prompt_columns, dtype)._replace(state=None)
     slots = jax.tree.map(jnp.asarray, empty_admission(shape, 0, repetition).slots)
     return constrain_slots(slots._replace(cache=cache, blocks=blocks), mesh)
 
@@ -202,7 +208,8 @@ def run_chunk(
         return after, drawn._replace(real=now.active, repeats=repeats)
 
     light = slots._replace(cache=None, blocks=None)
-    chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)
+    states = first_rows(slots.cache.state, rows, slot_parts(mesh, slots.cache.v.shape[1]))
+    chunk = empty_cache(config, rows, steps, slots.cache.k.dtype)._replace(state=states)
     hidden = jax.ShapeDtypeStruct((rows, config.width), model.weights.final_norm[...].dtype)
     routes = routes_shape(config, rows)
     shapes = jax.eval_shape(lambda *inputs: sample_token(light, *inputs, jnp.int32(0))[1], hidden, routes)
@@ -210,7 +217,9 @@ def run_chunk(
 
     def decode_step(carry: tuple) -> tuple:
         step, now, chunk, draws = carry
-        hidden, chunk, experts = decode(model, slots.cache, chunk, step, now.tokens, lengths, before, columns, form)
+        hidden, chunk, experts = decode(
+            model, slots.cache, chunk, step, now.tokens, lengths, before, columns, form, now.active
+        )
         now, new = sample_token(now, hidden, experts, step)
         return step + 1, now, chunk, jax.tree.map(lambda a, b: a.at[step].set(b), draws, new)
 
@@ -231,7 +240,8 @@ def fill_slots(slots: Slots, prefilled: Cache, admission: Admission, mesh: Mesh 
     new = admission.slots
     cache = insert_rows(mesh, slots.cache, prefilled, admission.needed, admission.source, new.before)
     first_columns = jnp.zeros_like(admission.blocks)
-    blocks = insert_rows(mesh, slots.blocks, prefilled, admission.needed, admission.blocks, first_columns)
+    columns = prefilled._replace(state=None)
+    blocks = insert_rows(mesh, slots.blocks, columns, admission.needed, admission.blocks, first_columns)
     is_new = lambda old: new.active.reshape((-1,) + (1,) * (old.ndim - 1))  # noqa: E731
     old_slots = slots._replace(cache=None, blocks=None)
     chosen = jax.tree.map(lambda array, old: jnp.where(is_new(old), array, old), new, old_slots)
@@ -282,17 +292,18 @@ def extend_prompts(
     cache: Cache | None,
     lengths: jax.Array,
     tokens: jax.Array,
+    state_tokens: jax.Array,
     columns: int,
     mesh: Mesh | None = None,
     dtype: Any = None,
 ) -> tuple[Cache, jax.Array | None]:
-    """Extend the cache [P rows] with keys and values of ``tokens`` int32[P, C] from each row's position ``lengths`` on.
-    ``cache``: None creates one of so many columns; ``dtype``: of keys and values. Each device computes its own rows.
-    Returns the cache, and for the host, on every device, the experts of each token [P, C, L, k]; None for a dense
-    model.
+    """Extend the cache [P rows] with keys and values of ``tokens`` int32[P, C] from each row's position ``lengths`` on,
+    and its states with the first ``state_tokens`` int32[P]. ``cache``: None creates one of so many columns; ``dtype``:
+    of keys and values. Each device computes its own rows. Returns the cache, and for the host, on every device, the
+    experts of each token [P, C, L, k]; None for a dense model.
     """
     tokens = constrain(tokens, BATCH)
-    new, experts = extend(model, cache, lengths, tokens, dtype)
+    new, experts = extend(model, cache, lengths, tokens, dtype, state_tokens)
     if mesh is not None and experts is not None:
         experts = jax.lax.with_sharding_constraint(experts, NamedSharding(mesh, PartitionSpec()))
     start = empty_cache(model.config, len(tokens), columns, new.k.dtype) if cache is None else cache

@@ -75,6 +75,7 @@ class Attention:
       softcap: scores become softcap * tanh(scores / softcap); None means off.
       windows: sliding window of each layer in tokens, 0 for full attention; () means all full.
       sinks: each head has a score of its own that takes part in the softmax and has no value (GPT-OSS).
+      gated: what each head returns is multiplied by the sigmoid of a projection of its own (Qwen3-Next).
       biased: queries, keys and values have biases, in a family that has them.
     """
 
@@ -86,12 +87,34 @@ class Attention:
     softcap: float | None = None
     windows: tuple[int, ...] = ()
     sinks: bool = False
+    gated: bool = False
     biased: bool = True
 
     @property
     def factor(self) -> float:
         """The factor on the scores."""
         return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrent:
+    """The layers that have a state of fixed size in place of attention.
+
+    Attributes:
+      kind: "delta", the gated delta rule (arXiv 2412.06464), or "conv", a gated convolution alone (LFM2).
+      layers: whether each layer is recurrent; the others have attention.
+      kernel: W, tokens that a causal convolution of each channel reads, the newest included.
+      key_heads: P, of queries and keys; ``value_heads``: M, a multiple of P.
+      key_dim: X, of a query and a key; ``value_dim``: Y. A head's state is [X, Y].
+    """
+
+    kind: str
+    layers: tuple[bool, ...]
+    kernel: int
+    key_heads: int = 0
+    value_heads: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,9 +138,12 @@ class TokenIds:
     pad: int | None = None
 
 
-ADAPTED = ("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down")
+ADAPTED = (
+    *("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down"),
+    *("delta/q", "delta/k", "delta/v", "delta/z", "delta/o", "conv/b", "conv/c", "conv/x", "conv/o"),
+)
 """The matrices of a layer that an adapter adapts unless its settings say otherwise."""
-ADAPTABLE = (*ADAPTED, "experts/gate", "experts/up", "experts/down")
+ADAPTABLE = (*ADAPTED, "attn/gate", "experts/gate", "experts/up", "experts/down")
 """The matrices of a layer that an adapter may adapt."""
 PACKED: Mapping[str, float] = types.MappingProxyType({"int8": 1.0, "fp8": 1.0, "nf4": 0.516, "mxfp4": 0.532})
 """The forms in which a frozen model's matrices are packed, and the bytes of a number in each."""
@@ -225,6 +251,7 @@ class ModelConfig:
       mlp_width: F.
       activation: "silu" or "gelu_tanh".
       experts: of every layer, in place of the MLP; None for a dense model.
+      recurrent: layers without attention; None where all have it.
       residual_scale: factor on what attention and MLP add to the residual stream (Granite).
     """
 
@@ -239,7 +266,19 @@ class ModelConfig:
     embeddings: Embeddings = Embeddings()
     tokens: TokenIds = TokenIds()
     experts: Experts | None = None
+    recurrent: Recurrent | None = None
     residual_scale: float = 1.0
+
+    @property
+    def state_part(self) -> str:
+        """Return the part of the layers that have a state in place of attention; "" where none has."""
+        return "" if self.recurrent is None else self.recurrent.kind
+
+    def layers_with(self, part: str) -> tuple[int, ...]:
+        """Return the layers that have a part (``blocks.<part>`` of the parameters), over which it is stacked."""
+        if self.recurrent is None or part not in ("attn", self.state_part):
+            return tuple(range(self.layers))
+        return tuple(i for i, recurrent in enumerate(self.recurrent.layers) if recurrent == (part != "attn"))
 
     @property
     def expert_width(self) -> int:

@@ -3,18 +3,20 @@ is a JAX pytree with a trainable array of one floating dtype at each leaf; nothi
 Layers are stacked on a leading axis L and run by ``lax.scan``.
 """
 
+import collections
 import functools
+import itertools
 import math
 import re
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl_llm.models import experts, layers
+from jaxrl_llm.models import experts, layers, recurrent
 from jaxrl_llm.models.config import ADAPTABLE, ComputeOptions, ModelConfig
 from jaxrl_llm.models.experts import Matrices
 from jaxrl_llm.models.families import our_shape, tensors_of
@@ -38,7 +40,7 @@ adapters the sum of two, without either), or its input in the host's memory.
 """
 
 
-INPUTS = {"attn/o": 2}
+INPUTS = {"attn/o": 2, "delta/o": 2}
 """Number of summed axes of a layer's matrix, where it is not one."""
 
 
@@ -76,8 +78,8 @@ def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, sc
     leaves = {}
     for index, (path, shape) in enumerate(parameter_shapes(config).items()):
         if "norm" in path:
-            leaves[path] = jnp.full(shape, 0.0 if config.norm.plus_one else 1.0, dtype)
-        elif path.endswith("_bias"):
+            leaves[path] = jnp.full(shape, 0.0 if config.norm.plus_one and path != "blocks.delta.norm" else 1.0, dtype)
+        elif path.endswith(("_bias", "_log")):
             leaves[path] = jnp.zeros(shape, dtype)
         else:
             leaves[path] = (scale * jax.random.normal(jax.random.fold_in(key, index), shape)).astype(dtype)
@@ -160,42 +162,158 @@ def cast(model: Decoder, dtype: Any) -> Decoder:
     return jax.tree.map_with_path(convert, model)
 
 
+class Run(NamedTuple):
+    """Equal layers that follow each other: their number, and the place of the first among the layers with each of its
+    parts ("layer": among all).
+    """
+
+    count: int
+    places: Mapping[str, int]
+
+
+class Period(NamedTuple):
+    """Runs of layers that repeat; the places are those of the first time."""
+
+    repeats: int
+    runs: tuple[Run, ...]
+
+
+@functools.cache
+def places_of(config: ModelConfig) -> tuple[dict[str, int], ...]:
+    """Return each layer's place among the layers with each of its parts, and among all ("layer")."""
+    parts = dict.fromkeys(tensor.path.split(".")[1] for tensor in tensors_of(config) if tensor.layered)
+    stacks = {part: config.layers_with(part) for part in (*parts, "layer")}
+    places = range(config.layers)
+    return tuple({part: stack.index(i) for part, stack in stacks.items() if i in stack} for i in places)
+
+
+@functools.cache
+def periods_of(config: ModelConfig) -> tuple[Period, ...]:
+    """Return the layers in few periods, so that few bodies are compiled."""
+    groups = (tuple(group) for _, group in itertools.groupby(places_of(config), tuple))
+    runs = [Run(len(group), group[0]) for group in groups]
+    shapes = [(run.count, *run.places) for run in runs]
+    periods, at = [], 0
+    while at < len(runs):
+        repeats = {1: 1}
+        for size in range(1, (len(runs) - at) // 2 + 1):
+            period = shapes[at : at + size]
+            starts = itertools.takewhile(lambda i, p=period: shapes[i : i + len(p)] == p, range(at, len(runs), size))
+            repeats[size] = sum(1 for _ in starts)
+        size = max(repeats, key=lambda size: (repeats[size] - 1) * size)
+        periods.append(Period(repeats[size], tuple(runs[at : at + size])))
+        at += size * repeats[size]
+    return tuple(periods)
+
+
+Stacks = dict[str, Any]
+"""Arrays stacked over the layers that have a part, by its name; of all layers "layer"."""
+
+
+def _cut(stacks: Stacks, places: Mapping[str, int], counts: Mapping[str, int]) -> Stacks:
+    """Return so many layers of each stack, from a place on."""
+
+    def cut(x: Any, start: int, count: int) -> Any:
+        return x if count == len(x) else x[start : start + count]
+
+    present = [part for part in places if part in stacks]
+    return {part: jax.tree.map(functools.partial(cut, start=places[part], count=counts[part]), stacks[part])
+            for part in present}  # fmt: skip
+
+
+def _layer_of(stacks: Stacks, places: Mapping[str, int]) -> Stacks:
+    return {part: jax.tree.map(lambda x, i=i: x[i], stacks[part]) for part, i in places.items() if part in stacks}
+
+
+def _join(outputs: Sequence[Stacks]) -> Stacks:
+    """Join the stacks of layers that follow each other."""
+    parts = dict.fromkeys(part for out in outputs for part in out)
+    found = {part: [out[part] for out in outputs if part in out] for part in parts}
+    join = lambda *x: x[0] if len(x) == 1 else jnp.concatenate(x)  # noqa: E731
+    return {part: jax.tree.map(join, *each) for part, each in found.items()}
+
+
 def unstack_layers(model: Decoder) -> Decoder:
     """Return the model with ``blocks/0``, ``blocks/1``, ... in place of stacked weights: see ``scan_layers``."""
     parameters = to_parameters(model)
-    layers = {str(i): jax.tree.map(lambda x, i=i: x[i], parameters["blocks"]) for i in range(model.config.layers)}
+    layers = {str(i): _layer_of(parameters["blocks"], places) for i, places in enumerate(places_of(model.config))}
     return Decoder(model.config, parameters | {"blocks": layers})
 
 
 def stack_layers(model: Decoder) -> Weights:
     """Return the weights of all layers, stacked on a leading axis, with an attached adapter."""
     blocks = model.weights.blocks
-    if hasattr(blocks, "attn"):
+    if hasattr(blocks, "norms"):
         return blocks
-    layers = [to_parameters(getattr(blocks, str(index))) for index in range(model.config.layers)]
-    stacked = jax.tree.map(lambda *weights: jnp.stack(weights), *layers)
+    each = [to_parameters(getattr(blocks, str(index))) for index in range(model.config.layers)]
+    stacked = _join([jax.tree.map(lambda x: x[None], parameters) for parameters in each])
     return Weights(stacked | ({"adapter": blocks.adapter} if hasattr(blocks, "adapter") else {}))
 
 
-def scan_layers(layer: Callable[[Any, Any], tuple[Any, Any]], x: Any, model: Decoder, *inputs: Any) -> tuple[Any, Any]:
-    """Run ``jax.lax.scan`` of ``layer(x, (weights, *inputs))`` over the layers; unrolled after ``unstack_layers``.
+def scan_layers(
+    layer: Callable[[Any, Weights, Stacks], tuple[Any, Stacks]],
+    x: Any,
+    config: ModelConfig,
+    blocks: Weights,
+    inputs: Stacks,
+    unroll: bool = False,
+) -> tuple[Any, Stacks]:
+    """Run ``layer(x, weights, its inputs) -> (x, its outputs)`` over the layers by ``jax.lax.scan``, or unrolled after
+    ``unstack_layers``. Returns x, and the outputs, stacked as the inputs are.
 
-    ``inputs`` have a leading axis of layers. A GPU's compiler copies a slice of stacked weights before a matrix product
-    reads it, three passes through memory instead of one; separate weights are read in place, but compile more slowly:
-    36 layers of a learner's update in 45 s, where a scan takes 9.
+    A GPU's compiler copies a slice of stacked weights before a matrix product reads it, three passes through memory
+    instead of one; separate weights are read in place, but compile more slowly: 36 layers of a learner's update in 45
+    s, where a scan takes 9.
     """
-    blocks = model.weights.blocks
-    if hasattr(blocks, "attn"):
-        return jax.lax.scan(layer, x, (blocks, *inputs))
-    outputs = []
     adapter = getattr(blocks, "adapter", None)
-    for index in range(model.config.layers):
-        of_layer, *layer_inputs = jax.tree.map(lambda stacked, index=index: stacked[index], (adapter, *inputs))
-        weights = getattr(blocks, str(index))
-        weights = weights if adapter is None else Weights(to_parameters(weights) | {"adapter": of_layer})
-        x, output = layer(x, (weights, *layer_inputs))
-        outputs.append(output)
-    return x, jax.tree.map(lambda *results: jnp.stack(results), *outputs)
+    factors = {} if adapter is None else to_parameters(adapter)
+
+    def apply(x: Any, own: tuple[Stacks, ...]) -> tuple[Any, Stacks]:
+        parameters, factors, inputs = own
+        attached = {} if adapter is None else {"adapter": Adapter(adapter.scale, factors, adapter.merged)}
+        return layer(x, Weights(parameters | attached), inputs)
+
+    def apply_one(x: Any, own: tuple[Stacks, ...]) -> tuple[Any, Stacks]:
+        x, out = apply(x, own)
+        return x, jax.tree.map(lambda x: x[None], out)
+
+    outputs = []
+    if not hasattr(blocks, "norms"):
+        for i, places in enumerate(places_of(config)):
+            parameters = to_parameters(getattr(blocks, str(i)))
+            x, out = apply_one(x, (parameters, _layer_of(factors, places), _layer_of(inputs, places)))
+            outputs.append(out)
+        return x, _join(outputs)
+
+    stacks = (to_parameters(blocks), factors, inputs)
+    for repeats, runs in periods_of(config):
+        firsts = dict(reversed([item for run in runs for item in run.places.items()]))
+        sizes = collections.Counter()
+        for run in runs:
+            sizes.update(dict.fromkeys(run.places, run.count))
+
+        def period(x: Any, stacks: Any, runs: tuple[Run, ...] = runs, firsts: Any = firsts) -> tuple[Any, Stacks]:
+            outputs = []
+            for run in runs:
+                places = {part: place - firsts[part] for part, place in run.places.items()}
+                counts = dict.fromkeys(places, run.count)
+                own = tuple(_cut(stack, places, counts) for stack in stacks)
+                if run.count == 1:
+                    x, out = apply_one(x, jax.tree.map(lambda x: x[0], own))
+                else:
+                    x, out = jax.lax.scan(apply, x, own, unroll=unroll)
+                outputs.append(out)
+            return x, _join(outputs)
+
+        own = tuple(_cut(stack, firsts, {part: repeats * n for part, n in sizes.items()}) for stack in stacks)
+        if repeats == 1:
+            x, out = period(x, own)
+        else:
+            own = jax.tree.map(lambda x, r=repeats: x.reshape(r, len(x) // r, *x.shape[1:]), own)
+            x, out = jax.lax.scan(period, x, own, unroll=unroll)
+            out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+        outputs.append(out)
+    return x, _join(outputs)
 
 
 Attend = Callable[..., jax.Array]
@@ -210,31 +328,27 @@ def block(
     x: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
     attend: Attend,
+    sequences: recurrent.Sequences,
     replayed: jax.Array | None = None,
     compute: ComputeOptions = ComputeOptions(),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Apply one layer to x [B, S, D]; ``attend`` knows mask and cache. Returns x, and the router's own choice of
-    experts, uint8 or uint16[B, S, k]; None for a dense model. ``cos_sin``: see ``layers.rotary_cos_sin``. ``replayed``
-    and ``compute``: see ``experts.mixture``.
+    """Apply one layer to x [B, S, D]; ``attend`` knows mask and cache, and ``sequences`` the states of recurrent
+    layers. Returns x, and the router's own choice of experts, uint8 or uint16[B, S, k]; None for a dense model.
+    ``cos_sin``: see ``layers.rotary_cos_sin``. ``replayed`` and ``compute``: see ``experts.mixture``.
     """
     norm = functools.partial(layers.rms_norm, norm=config.norm)
     pre = config.norm.placement != "post"
     post = config.norm.placement != "pre"
     h = activation(norm(x, w.norms.attn[...]) if pre else x, "hidden")
-    with jax.named_scope("attention"):
-        q, k, v = (activation(linear(w, "attn", name, h), "heads") for name in "qkv")
-        if hasattr(w.attn, "q_bias"):
-            biases = (w.attn.q_bias, w.attn.k_bias, w.attn.v_bias)
-            q, k, v = (t + b[...][None, None] for t, b in zip((q, k, v), biases, strict=True))
-        if hasattr(w.attn, "q_norm"):
-            q = norm(q, w.attn.q_norm[...])
-            k = norm(k, w.attn.k_norm[...])
-        q, k = (layers.rotate(t, cos_sin, config.attention.rope.interleaved) for t in (q, k))
-        sinks = w.attn.sinks[...] if config.attention.sinks else None
-        out = activation(attend_with_copies(attend, head_copies(k.shape[2]), q, k, v, sinks), "heads")
-        h = activation(linear(w, "attn", "o", out), "residual")
-        if hasattr(w.attn, "o_bias"):
-            h = h + w.attn.o_bias[...][None, None]
+    if hasattr(w, "delta"):
+        with jax.named_scope("delta"):
+            h = recurrent.delta_net(w.delta, config, functools.partial(linear, w, "delta"), h, sequences)
+    elif hasattr(w, "conv"):
+        with jax.named_scope("conv"):
+            h = recurrent.short_convolution(w.conv, functools.partial(linear, w, "conv"), h, sequences)
+    else:
+        with jax.named_scope("attention"):
+            h = self_attention(w, config, h, cos_sin, attend)
     x = add_residual(x, norm(h, w.norms.attn_post[...]) if post else h, config)
     h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
     routing = None
@@ -249,6 +363,27 @@ def block(
             routed += gate[..., None].astype(h.dtype) * mlp(w, config, h)
         h = routed
     return add_residual(x, norm(h, w.norms.mlp_post[...]) if post else h, config), routing
+
+
+def self_attention(
+    w: Weights, config: ModelConfig, h: jax.Array, cos_sin: tuple[jax.Array, jax.Array], attend: Attend
+) -> jax.Array:
+    """Apply a layer's attention to the normalised h [B, S, D]: see ``block``."""
+    norm = functools.partial(layers.rms_norm, norm=config.norm)
+    q, k, v = (activation(linear(w, "attn", name, h), "heads") for name in "qkv")
+    if hasattr(w.attn, "q_bias"):
+        biases = (w.attn.q_bias, w.attn.k_bias, w.attn.v_bias)
+        q, k, v = (t + b[...][None, None] for t, b in zip((q, k, v), biases, strict=True))
+    if hasattr(w.attn, "q_norm"):
+        q = norm(q, w.attn.q_norm[...])
+        k = norm(k, w.attn.k_norm[...])
+    q, k = (layers.rotate(t, cos_sin, config.attention.rope.interleaved) for t in (q, k))
+    sinks = w.attn.sinks[...] if config.attention.sinks else None
+    out = activation(attend_with_copies(attend, head_copies(k.shape[2]), q, k, v, sinks), "heads")
+    if config.attention.gated:
+        out = out * jax.nn.sigmoid(activation(linear(w, "attn", "gate", h), "heads"))
+    out = activation(linear(w, "attn", "o", out), "residual")
+    return out + w.attn.o_bias[...][None, None] if hasattr(w.attn, "o_bias") else out
 
 
 def layer_experts(
@@ -340,24 +475,27 @@ def routed(
     positions = jnp.asarray(rows.positions)
     attention = attention_over(rows, config.attention, compute)
 
-    def apply_layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, jax.Array | None]:
-        w, rotation, window, forced = per_layer
+    sequences = recurrent.PackedSequences(*(jnp.asarray(x) for x in rows[2:]), shared=compute.attention != "splash")
+
+    def apply_layer(x: jax.Array, w: Weights, inputs: Stacks) -> tuple[jax.Array, Stacks]:
+        rotation, window = inputs["layer"]
         x = checkpoint_name(x, "layer_input")
         w = gather_layer(add_adapter(w, x.dtype) if getattr(getattr(w, "adapter", None), "merged", False) else w)
         attend: Any = functools.partial(attention, window=window)
-        x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend, forced, compute)
-        return activation(x, "residual"), routing
+        cos_sin, forced = layers.rotary_cos_sin(positions, rotation), inputs.get("experts")
+        x, routing = block(w, config, x, cos_sin, attend, sequences, forced, compute)
+        return activation(x, "residual"), {} if routing is None else {"experts": routing}
 
     adapted = hasattr(model.weights.blocks, "adapter") and not model.weights.blocks.adapter.merged
     policy = REMAT["adapted dots" if compute.remat == "dots" and adapted else compute.remat]
     layer = apply_layer if policy is None else jax.checkpoint(apply_layer, policy=policy)
     # First whole: positions divided as the vocabulary is would gather the table instead.
     x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
-    by_layer = None if replayed is None else jnp.moveaxis(replayed, 2, 0)
-    inputs = (stack_layers(model), *layers.layer_constants(config), by_layer)
-    x, routing = jax.lax.scan(layer, x, inputs, unroll=compute.unroll)
+    inputs = {"layer": layers.layer_constants(config)}
+    inputs |= {} if replayed is None else {"experts": jnp.moveaxis(replayed, 2, 0)}
+    x, out = scan_layers(layer, x, config, stack_layers(model), inputs, compute.unroll)
     hidden = activation(final_hidden(model, x), "hidden")
-    return hidden, None if routing is None else jnp.moveaxis(routing, 0, 2)
+    return hidden, jnp.moveaxis(out["experts"], 0, 2) if "experts" in out else None
 
 
 def causal_rows(tokens: Any) -> TokenRows:
@@ -395,7 +533,8 @@ def count_parameters(config: ModelConfig) -> tuple[int, int, int]:
 def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
     """Count pairs of a query at positions first .. last - 1 and a key it sees, itself included, summed over layers."""
     pairs = 0.0
-    for window in layer_windows(config):
+    windows = layer_windows(config)
+    for window in (windows[layer] for layer in config.layers_with("attn")):
         full = min(max(window - 1, first), last) if window else last  # queries before it see all
         pairs += (full * (full + 1) - first * (first + 1)) / 2 + (last - full) * window
     return pairs
@@ -403,12 +542,15 @@ def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
 
 def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions: float) -> float:
     """Return the FLOPs of a forward pass: ``2 n_layers tokens + 2 D V predictions + 4 N H pairs``. Pairs are those of
-    ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are halved.
+    ``visible_pairs``: attention is causal, so published counts of 6 N S D for it are halved. A state of the delta rule
+    is multiplied three times for each token.
     """
     *_, layers = count_parameters(config)
-    a = config.attention
+    a, r = config.attention, config.recurrent
     head = config.width * config.vocab_size
-    return 2.0 * layers * tokens + 2.0 * head * predictions + 4.0 * a.heads * a.head_dim * pairs
+    states = 0 if r is None else sum(r.layers) * r.value_heads * r.key_dim * r.value_dim
+    products = layers + 3 * states
+    return 2.0 * products * tokens + 2.0 * head * predictions + 4.0 * a.heads * a.head_dim * pairs
 
 
 def training_flops(

@@ -21,19 +21,23 @@ from jax.sharding import PartitionSpec
 from jaxrl_llm.models import decode_kernels, layers
 from jaxrl_llm.models.config import ComputeOptions, ModelConfig
 from jaxrl_llm.models.decode_kernels import ByLength, ChunkColumns, ColumnRange, PartialAttention, ReadPlan
-from jaxrl_llm.models.decoder import Decoder, block, embed, final_hidden, scan_layers
+from jaxrl_llm.models.decoder import Decoder, Stacks, Weights, block, embed, final_hidden, scan_layers
+from jaxrl_llm.models.recurrent import Continuation, empty_state
 from jaxrl_llm.sharding import BATCH, constrain, fit_spec, head_copies
 
 
 class Cache(NamedTuple):
     """Keys [L, B, K, H, S] and values [L, B, K, S, H]; column s of a row holds its position s. On a mesh whose
     ``tensor`` is no divisor of K, each head is there several times (``head_copies``). Of int8 ones ``scales`` float32
-    [L, B, K, 2, S] are the factors of each head's key and value in a column; None for others.
+    [L, B, K, 2, S] are the factors of each head's key and value in a column; None for others. L counts the layers with
+    attention. ``state``: the ``recurrent.State`` of the other layers, [L', B, ...], after what is valid of each row's
+    columns; None without such layers, and of what has columns alone.
     """
 
     k: Any
     v: Any
     scales: Any = None
+    state: Any = None
 
     @property
     def columns(self) -> int:
@@ -44,10 +48,11 @@ class Cache(NamedTuple):
 def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cache:
     """Return a cache of zeros on ``jax.set_mesh``'s mesh, for ``rows`` sequences of up to ``columns`` positions."""
     heads = config.attention.kv_heads
-    outer = (config.layers, rows, heads * head_copies(heads))
+    outer = (len(config.layers_with("attn")), rows, heads * head_copies(heads))
     width = config.attention.head_dim
     scales = jnp.zeros((*outer, 2, columns), jnp.float32) if dtype == jnp.int8 else None
-    return Cache(jnp.zeros((*outer, width, columns), dtype), jnp.zeros((*outer, columns, width), dtype), scales)
+    k, v = jnp.zeros((*outer, width, columns), dtype), jnp.zeros((*outer, columns, width), dtype)
+    return Cache(k, v, scales, empty_state(config, rows))
 
 
 def stored(k: jax.Array, v: jax.Array, dtype: Any) -> Cache:
@@ -64,9 +69,9 @@ def stored(k: jax.Array, v: jax.Array, dtype: Any) -> Cache:
 
 
 def by_columns(change: Callable[..., jax.Array], *caches: Cache) -> Cache:
-    """Apply ``change(array of each cache, axis of its columns)`` to keys, values and scales."""
-    arrays = zip(*caches, (-1, -2, -1), strict=True)
-    return Cache(*(None if x[0] is None else change(*x) for x in arrays))
+    """Apply ``change(array of each cache, axis of its columns)`` to keys, values and scales; states are the first's."""
+    arrays = zip(*(cache[:3] for cache in caches), (-1, -2, -1), strict=True)
+    return Cache(*(None if x[0] is None else change(*x) for x in arrays), state=caches[0].state)
 
 
 def with_columns(cache: Cache, count: int) -> Cache:
@@ -167,7 +172,18 @@ def move_rows(cache: Cache, new: None, source: jax.Array) -> Cache:
 def joined_sequence(cache: Cache, row: jax.Array, blocks: Cache, block: jax.Array, length: jax.Array) -> Cache:
     """Return one row with all positions of a sequence: ``length`` columns of a block, then the row's own."""
     sequence = with_columns(_row(blocks, block), blocks.columns + cache.columns)
-    return _write_rows(sequence, 1, lambda i, sequence: (_row(cache, row), 0, length))
+    own = _row(cache, row)
+    return _write_rows(sequence._replace(state=own.state), 1, lambda i, sequence: (own, 0, length))
+
+
+def first_rows(state: Any, rows: int, parts: int) -> Any:
+    """Return the states [L, B, ...] of the first rows of each part of a cache's."""
+
+    def first(x: jax.Array) -> jax.Array:
+        x = x.reshape(len(x), parts, -1, *x.shape[2:])[:, :, : rows // parts]
+        return x.reshape(len(x), rows, *x.shape[3:])
+
+    return jax.tree.map(first, state)
 
 
 def _row(cache: Cache, row: jax.Array) -> Cache:
@@ -175,14 +191,16 @@ def _row(cache: Cache, row: jax.Array) -> Cache:
 
 
 def _write_rows(cache: Cache, count: Any, writing: Callable[[jax.Array, Cache], tuple[Cache, Any, Any]]) -> Cache:
-    """Write ``new`` into a row from a column on, where (new, row, column) = writing(i, cache), for each i below count.
-    A loop updates the cache in place; a scatter of all rows at once copies it (on TPUs twice).
+    """Write ``new`` into a row from a column on, and its state, where (new, row, column) = writing(i, cache), for each
+    i below count. A loop updates the cache in place; a scatter of all rows at once copies it (on TPUs twice).
     """
 
     def body(i: jax.Array, cache: Cache) -> Cache:
         new, row, column = writing(i, cache)
         start = lambda axis: (0, row, 0, 0, column) if axis == -1 else (0, row, 0, column, 0)  # noqa: E731
-        return by_columns(lambda x, y, axis: jax.lax.dynamic_update_slice(x, y, start(axis)), cache, new)
+        changed = by_columns(lambda x, y, axis: jax.lax.dynamic_update_slice(x, y, start(axis)), cache, new)
+        put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, row, axis=1)  # noqa: E731
+        return changed._replace(state=jax.tree.map(put, cache.state, new.state))
 
     return jax.lax.fori_loop(0, count, body, cache)
 
@@ -225,48 +243,70 @@ def _gather_by_part(x: jax.Array, index: jax.Array, count: int) -> jax.Array:
 
 
 def extend(
-    model: Decoder, cache: Cache | None, lengths: jax.Array, tokens: jax.Array, dtype: Any = None
+    model: Decoder,
+    cache: Cache | None,
+    lengths: jax.Array,
+    tokens: jax.Array,
+    dtype: Any = None,
+    state_tokens: jax.Array | None = None,
 ) -> tuple[Cache, jax.Array | None]:
-    """Compute keys and values of the next C tokens of every row. Returns a cache of C columns, and the experts of each
-    token, [P, C, L, k]; None for a dense model. Tokens read each other's keys and values as the cache holds them, so
-    that the numbers do not depend on which are computed in one call.
+    """Compute keys and values of the next C tokens of every row. Returns a cache of C columns with the states after
+    them, and the experts of each token, [P, C, L, k]; None for a dense model. Tokens read each other's keys and values
+    as the cache holds them, so that the numbers do not depend on which are computed in one call.
 
     Args:
       cache: read only; row p is valid below ``lengths[p]``. None for an empty one.
       lengths: int32[P].
       tokens: int32[P, C], from position ``lengths`` on; padding on the right changes nothing before it.
       dtype: of keys and values; None for the model's own.
+      state_tokens: int32[P], the number of its first tokens that change a row's state; None for all.
     """
     config = model.config
     count = tokens.shape[1]
+    states = empty_state(config, len(tokens)) if cache is None else cache.state
+    state_tokens = jnp.full(len(tokens), count, jnp.int32) if state_tokens is None else state_tokens
+    cache = cache and cache._replace(state=None)
     steps = jnp.arange(count)
     columns = jnp.arange(cache.columns if cache else 0)
     positions = lengths[:, None] + steps[None]
     since = jnp.broadcast_to(steps[:, None] - steps[None], (len(tokens), count, count))
     distance = jnp.concatenate([positions[:, :, None] - columns[None, None], since], 2)
     before = jnp.broadcast_to(columns[None, None] < lengths[:, None, None], (len(tokens), count, len(columns)))
-    valid = jnp.concatenate([before, since >= 0], 2)
+    in_sequence = jnp.concatenate([before, since >= 0], 2)
 
-    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
-        w, rotation, window, main = per_layer
-        visible = valid & ((window == 0) | (distance < window))
+    def layer(x: jax.Array, w: Weights, inputs: Stacks) -> tuple[jax.Array, Stacks]:
+        rotation, window = inputs["layer"]
+        main = inputs.get("attn")
+        sequences = Continuation(inputs.get(config.state_part, {}), state_tokens)
+        visible = in_sequence & ((window == 0) | (distance < window))
         new_columns = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
             new_columns.append(stored(k, v, dtype))
-            parts = [main, new_columns[0]] if cache else new_columns
+            parts = new_columns if main is None else [main, *new_columns]
             s = jnp.concatenate([_scores(config, q, part) for part in parts], -1)
             weights = layers.attention_weights(s, visible[:, None, :, None], sinks)
             mix = lambda weights, part: layers.mix(*_weighted(weights, part, v.dtype))  # noqa: E731
             mixed = mix(weights[..., len(columns) :], new_columns[0])
             return mixed + mix(weights[..., : len(columns)], main) if cache else mixed
 
-        x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend)
-        return constrain(x, BATCH), (new_columns[0], routing)
+        x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend, sequences)
+        return constrain(x, BATCH), _outputs(config, new_columns, sequences, routing)
 
     x = constrain(embed(model, tokens), BATCH)
-    new_columns, routing = scan_layers(layer, x, model, *layers.layer_constants(config), cache)[1]
-    return new_columns, None if routing is None else jnp.moveaxis(routing, 0, 2)
+    inputs = {"layer": layers.layer_constants(config), config.state_part: states}
+    inputs |= {} if cache is None else {"attn": cache}
+    _, out = scan_layers(layer, x, config, model.weights.blocks, inputs)
+    experts = jnp.moveaxis(out["experts"], 0, 2) if "experts" in out else None
+    return out["attn"]._replace(state=out.get(config.state_part)), experts
+
+
+def _outputs(
+    config: ModelConfig, new_columns: list[Cache], sequences: Continuation, routing: jax.Array | None
+) -> Stacks:
+    """Return what a layer adds to the cache, and the experts of its tokens, by the part that it comes from."""
+    out: Stacks = {"attn": new_columns[0]} if new_columns else {config.state_part: sequences.new}
+    return out if routing is None else out | {"experts": routing}
 
 
 def decode(
@@ -279,28 +319,34 @@ def decode(
     prefix: SharedPrefix | None = None,
     width: int | None = None,
     form: ByLength | None = None,
+    active: jax.Array | None = None,
 ) -> tuple[jax.Array, Cache, jax.Array | None]:
-    """Decode one token for every row. Returns final hidden states [B, D], the chunk with the new column, and the
-    experts [B, L, k], or None for a dense model.
+    """Decode one token for every row. Returns final hidden states [B, D], the chunk with the new column and state, and
+    the experts [B, L, k], or None for a dense model.
 
     Args:
       cache: read only; row b is valid below ``lengths[b]``. It may have more rows: the first of each part are read.
-      chunk: a cache of C columns, valid below column ``step``; this call writes column ``step``.
+      chunk: a cache of C columns, valid below column ``step``, and the rows' states; this call writes column ``step``.
       step: int32[], 0 <= step < C.
       tokens: int32[B], each row's newest token, at position ``lengths + step`` after its shared prefix.
       lengths: int32[B].
       prefix: the shared prefixes in front of column 0, or None.
       width: upper bound of the cache's columns in use; None for all.
       form: kernels that read the live columns of each row alone; None reads ``width`` columns of all rows.
+      active: bool[B], rows whose state changes; None for all.
     """
     config = model.config
+    state_tokens = jnp.ones_like(tokens) if active is None else active.astype(jnp.int32)
+    cache, states, chunk = cache._replace(state=None), chunk.state, chunk._replace(state=None)
     positions = lengths + step + (0 if prefix is None else prefix.lengths)
     arguments = config, cache, prefix, (lengths, lengths + step, positions)
     read = _attend_all(*arguments, width) if form is None else _attend_live(*arguments, form)
     with_chunk = form is not None and decode_kernels.reads_chunk(form, chunk.columns)
 
-    def layer(x: jax.Array, per_layer: Any) -> tuple[jax.Array, tuple[Cache, jax.Array | None]]:
-        w, rotation, window, new, *place = per_layer
+    def layer(x: jax.Array, w: Weights, inputs: Stacks) -> tuple[jax.Array, Stacks]:
+        rotation, window = inputs["layer"]
+        new, *place = inputs.get("attn", (None,))
+        sequences = Continuation(inputs.get(config.state_part, {}), state_tokens)
         new_columns = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
@@ -309,7 +355,7 @@ def decode(
             new_columns.append(fresh)
             q = q[:, 0]
             if with_chunk:
-                chunk_columns = ChunkColumns(*fresh, jnp.stack(decode_kernels.column_range(step + 1, step, window)))
+                chunk_columns = ChunkColumns(*fresh[:3], jnp.stack(decode_kernels.column_range(step + 1, step, window)))
                 parts = read(q, window, *place, chunk_columns)
             else:
                 cached, *prefixes = read(q, window, *place)
@@ -320,14 +366,17 @@ def decode(
                 parts = [*parts, PartialAttention(top, jnp.ones_like(top), jnp.zeros_like(cached.mixed))]
             return _merge_parts(parts).astype(q.dtype)[:, None]
 
-        x, routing = block(w, config, x, layers.rotary_cos_sin(positions[:, None], rotation), attend, compute=FEW)
-        return x, (new_columns[0], routing)
+        cos_sin = layers.rotary_cos_sin(positions[:, None], rotation)
+        x, routing = block(w, config, x, cos_sin, attend, sequences, compute=FEW)
+        return x, _outputs(config, new_columns, sequences, routing)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
     sliced = (cache, prefix and prefix.cache) if form is None else (None, None)
-    inputs = (*layers.layer_constants(config), chunk, np.arange(config.layers), *sliced)
-    x, (chunk, routing) = scan_layers(layer, x, model, *inputs)
-    return final_hidden(model, x[:, 0]), chunk, None if routing is None else jnp.moveaxis(routing[:, :, 0], 0, 1)
+    attention = (chunk, np.arange(len(cache.v)), *sliced)
+    inputs = {"layer": layers.layer_constants(config), "attn": attention, config.state_part: states}
+    x, out = scan_layers(layer, x, config, model.weights.blocks, inputs)
+    experts = jnp.moveaxis(out["experts"][:, :, 0], 0, 1) if "experts" in out else None
+    return final_hidden(model, x[:, 0]), out["attn"]._replace(state=out.get(config.state_part)), experts
 
 
 Places = tuple[jax.Array, jax.Array, jax.Array]
@@ -424,7 +473,7 @@ def _attend_live(
     chunk; each device reads its own rows and heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    windows = layers.layer_windows(config)
+    windows = [layers.layer_windows(config)[i] for i in config.layers_with("attn")]
     kinds = sorted(set(windows))
     of_layer = jnp.asarray([kinds.index(window) for window in windows], jnp.int32)
     blocks = () if prefix is None else (prefix.cache, prefix.rows, prefix.lanes, prefix.lengths)

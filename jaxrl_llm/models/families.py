@@ -68,13 +68,14 @@ class StoredTensor:
 class Fused:
     """A tensor of a checkpoint that holds several of ours; reading splits it, and writing joins it. ``name`` is Hugging
     Face's, with ``{}`` for the layer; ``parts`` are the names of its ``Tensor`` values, which follow each other along
-    ``axis`` of the stored tensor, or with ``alternating`` take turns there one by one.
+    ``axis`` of the stored tensor: in each of its ``groups``, as many as the axis of that letter has numbers, the share
+    of each part; "1" for one group.
     """
 
     name: str
     parts: tuple[str, ...]
     axis: int = 0
-    alternating: bool = False
+    groups: str = "1"
 
 
 EMBEDDINGS = (
@@ -137,6 +138,27 @@ SANDWICH_NORMS = (
     Tensor(LAYER + "pre_feedforward_layernorm.weight", "blocks.norms.mlp", "D", "D"),
     *POST_NORMS,
 )
+GATED_QUERIES = (
+    Tensor(LAYER + "self_attn.q_proj.query", "blocks.attn.q", "NH D", "DNH"),
+    Tensor(LAYER + "self_attn.q_proj.gate", "blocks.attn.gate", "NH D", "DNH"),
+)
+DELTA = LAYER + "linear_attn."
+DELTA_NET = (
+    *(
+        Tensor(DELTA + f"in_proj_{name}.weight", f"blocks.delta.{name}", f"{word} D", "D" + word)
+        for name, word in {"q": "PX", "k": "PX", "v": "MY", "z": "MY", "b": "M", "a": "M"}.items()
+    ),
+    *(
+        Tensor(DELTA + f"conv1d.{name}", f"blocks.delta.{name}_conv", f"{word} 1 W", word + "W")
+        for name, word in {"q": "PX", "k": "PX", "v": "MY"}.items()
+    ),
+    Tensor(DELTA + "A_log", "blocks.delta.decay_log", "M", "M"),
+    Tensor(DELTA + "dt_bias", "blocks.delta.decay_bias", "M", "M"),
+    Tensor(DELTA + "norm.weight", "blocks.delta.norm", "Y", "Y"),
+    Tensor(DELTA + "out_proj.weight", "blocks.delta.o", "D MY", "MYD"),
+)
+FUSED_QUERIES = Fused(LAYER + "self_attn.q_proj.weight", tuple(tensor.name for tensor in GATED_QUERIES), groups="N")
+FUSED_CONV = Fused(DELTA + "conv1d.weight", tuple(DELTA + f"conv1d.{name}" for name in "qkv"))
 FUSED_GATE_AND_UP = Fused(
     LAYER + "mlp.gate_up_proj.weight", tuple(LAYER + f"mlp.{name}_proj.weight" for name in ("gate", "up"))
 )
@@ -157,10 +179,12 @@ class Family:
       defaults: every attribute that config.json may set and the model obeys, with the value where it is left out
         (``REQUIRED``: it must be there). Any other attribute must be harmless or switched off.
       constants: fields of ModelConfig, dotted, that every member shares.
-      slides: (attributes, layer) -> whether the layer has a window, where ``layer_types`` is missing.
+      slides: (attributes, layer) -> whether the layer has a window, or is recurrent, where ``layer_types`` is missing.
       scaled_embedding: embeddings are multiplied by sqrt(D).
       required: further attributes that must have the value here, since the tensors imply it.
       fused: tensors of a checkpoint that hold several of ``tensors``.
+      recurrent: the kind of layers without attention, and their name in ``layer_types``.
+      skipped: beginnings of the names of tensors that a checkpoint may have and that are left out.
     """
 
     model_type: str
@@ -173,6 +197,8 @@ class Family:
     scaled_embedding: bool = False
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fused: tuple[Fused, ...] = ()
+    recurrent: tuple[str, str] = ("", "")
+    skipped: tuple[str, ...] = ()
 
 
 FIELDS = types.MappingProxyType({
@@ -187,6 +213,9 @@ FIELDS = types.MappingProxyType({
     "num_experts": "experts.count", "num_local_experts": "experts.count", "num_experts_per_tok": "experts.active",
     "moe_intermediate_size": "experts.width", "shared_expert_intermediate_size": "experts.shared_width",
     "norm_topk_prob": "experts.renormalise", "swiglu_limit": "experts.limit", "swiglu_alpha": "experts.alpha",
+    "norm_eps": "norm.eps", "linear_conv_kernel_dim": "recurrent.kernel", "conv_L_cache": "recurrent.kernel",
+    "linear_num_key_heads": "recurrent.key_heads", "linear_num_value_heads": "recurrent.value_heads",
+    "linear_key_head_dim": "recurrent.key_dim", "linear_value_head_dim": "recurrent.value_dim",
 })  # fmt: skip
 """Attributes of config.json that are fields of ModelConfig under another name."""
 
@@ -199,7 +228,8 @@ def _defaults(activation: tuple[str, str] = ("hidden_act", "silu"), **changes: A
     )
     shared |= {"num_key_value_heads": None, "head_dim": None, "max_position_embeddings": 2048}
     shared |= {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, activation[0]: activation[1], "rope_theta": 10000.0}
-    return types.MappingProxyType(shared | changes)
+    present = {name: value for name, value in (shared | changes).items() if value is not ...}
+    return types.MappingProxyType(present)
 
 
 _QWEN_WINDOWS: dict[str, Any] = {
@@ -209,6 +239,34 @@ _GEMMA = {
     "num_key_value_heads": 4, "head_dim": 256, "activation": ("hidden_activation", "gelu_pytorch_tanh"),
     "tie_word_embeddings": True, "query_pre_attn_scalar": 256, "sliding_window": 4096, "layer_types": None,
 }  # fmt: skip
+
+
+def _projections(name: str, parts: str, groups: str = "1") -> Fused:
+    return Fused(DELTA + f"in_proj_{name}.weight", tuple(DELTA + f"in_proj_{part}.weight" for part in parts), 0, groups)
+
+
+def _is_linear(attributes: Mapping[str, Any], layer: int) -> bool:
+    return (layer + 1) % attributes["full_attention_interval"] != 0
+
+
+_HYBRID: dict[str, Any] = {
+    "head_dim": 256, "max_position_embeddings": 32768, "partial_rotary_factor": 0.25, "layer_types": None,
+    "full_attention_interval": 4, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+}  # fmt: skip
+_QWEN3_5: dict[str, Any] = _HYBRID | {
+    "mrope_section": None,
+    "mrope_interleaved": None,
+}  # of texts all three positions are equal
+_HYBRID_CONSTANTS = {"norm.plus_one": True, "attention.gated": True}
+_HYBRID_TENSORS = (*EMBEDDINGS, *GATED_QUERIES, *ATTENTION[1:], *HEAD_NORMS, *DELTA_NET, *PRE_NORMS)
+_QWEN3_5_FUSED = (FUSED_QUERIES, FUSED_CONV, _projections("qkv", "qkv"))
+_SHARED_EXPERT = (
+    Tensor(LAYER + "mlp.shared_expert.gate_proj.weight", "blocks.mlp.gate", "S D", "DS"),
+    Tensor(LAYER + "mlp.shared_expert.up_proj.weight", "blocks.mlp.up", "S D", "DS"),
+    Tensor(LAYER + "mlp.shared_expert.down_proj.weight", "blocks.mlp.down", "D S", "SD"),
+    Tensor(LAYER + "mlp.shared_expert_gate.weight", "blocks.experts.shared_gate", "1 D", "D"),
+)
 
 LLAMA = Family(
     "llama", "LlamaForCausalLM", "LlamaForSequenceClassification", _defaults(),
@@ -317,12 +375,7 @@ _ALL = (
                   **_QWEN_WINDOWS),
         constants={},
         tensors=(
-            *(EMBEDDINGS + ATTENTION + EXPERTS),
-            Tensor(LAYER + "mlp.shared_expert.gate_proj.weight", "blocks.mlp.gate", "S D", "DS"),
-            Tensor(LAYER + "mlp.shared_expert.up_proj.weight", "blocks.mlp.up", "S D", "DS"),
-            Tensor(LAYER + "mlp.shared_expert.down_proj.weight", "blocks.mlp.down", "D S", "SD"),
-            Tensor(LAYER + "mlp.shared_expert_gate.weight", "blocks.experts.shared_gate", "1 D", "D"),
-            *(BIASES + PRE_NORMS),
+            *(EMBEDDINGS + ATTENTION + EXPERTS + _SHARED_EXPERT + BIASES + PRE_NORMS),
         ),
         slides=lambda attributes, layer: layer % 2 == 0 and layer < attributes["max_window_layers"],
         required={"qkv_bias": True},
@@ -359,10 +412,57 @@ _ALL = (
         fused=tuple(
             Fused(
                 LAYER + f"mlp.experts.gate_up_proj{kind}",
-                tuple(LAYER + f"mlp.experts.{name}_proj{kind}" for name in ("gate", "up")), axis, alternating=True,
+                tuple(LAYER + f"mlp.experts.{name}_proj{kind}" for name in ("gate", "up")), axis, groups="I",
             )
             for kind, axis in (("", 2), ("_bias", 1))
         ),
+    ),
+    Family(
+        "qwen3_next", "Qwen3NextForCausalLM", "Qwen3NextForSequenceClassification",
+        _defaults(num_key_value_heads=2, num_experts=512, num_experts_per_tok=10, moe_intermediate_size=512,
+                  shared_expert_intermediate_size=512, norm_topk_prob=True, **_HYBRID),
+        constants=_HYBRID_CONSTANTS, tensors=(*_HYBRID_TENSORS, *EXPERTS, *_SHARED_EXPERT),
+        fused=(FUSED_QUERIES, FUSED_CONV, _projections("qkvz", "qkvz", "P"), _projections("ba", "ba", "P")),
+        slides=_is_linear, recurrent=("delta", "linear_attention"), skipped=("mtp.",),
+    ),
+    Family(
+        "qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen3_5ForSequenceClassification",
+        _defaults(num_key_value_heads=4, **_QWEN3_5),
+        constants=_HYBRID_CONSTANTS, tensors=(*_HYBRID_TENSORS, *MATRICES[4:]), fused=_QWEN3_5_FUSED,
+        slides=_is_linear, recurrent=("delta", "linear_attention"), skipped=("mtp.",),
+    ),
+    Family(
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForSequenceClassification",
+        _defaults(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
+                  shared_expert_intermediate_size=512, intermediate_size=512, **_QWEN3_5),
+        constants=_HYBRID_CONSTANTS | {"experts.renormalise": True},
+        tensors=(*_HYBRID_TENSORS, *EXPERTS, *_SHARED_EXPERT), fused=_QWEN3_5_FUSED,
+        slides=_is_linear, recurrent=("delta", "linear_attention"), skipped=("mtp.",),
+    ),
+    Family(
+        "lfm2", "Lfm2ForCausalLM", "",
+        _defaults(rms_norm_eps=..., norm_eps=1e-5, num_key_value_heads=8, max_position_embeddings=128000,
+                  rope_theta=1e6, tie_word_embeddings=True, layer_types=None, full_attn_idxs=None, conv_L_cache=3,
+                  block_auto_adjust_ff_dim=True, block_multiple_of=256, block_ffn_dim_multiplier=1.0),
+        constants={},
+        tensors=(
+            *(EMBEDDINGS[0], dataclasses.replace(EMBEDDINGS[1], name="model.embedding_norm.weight"), EMBEDDINGS[2]),
+            *ATTENTION[:3],
+            Tensor(LAYER + "self_attn.out_proj.weight", "blocks.attn.o", "D NH", "NHD"),
+            Tensor(LAYER + "self_attn.q_layernorm.weight", "blocks.attn.q_norm", "H", "H"),
+            Tensor(LAYER + "self_attn.k_layernorm.weight", "blocks.attn.k_norm", "H", "H"),
+            *(Tensor(LAYER + f"conv.in_proj.{name}", f"blocks.conv.{name}", "C D", "DC") for name in "bcx"),
+            Tensor(LAYER + "conv.conv.weight", "blocks.conv.x_conv", "C 1 W", "CW"),
+            Tensor(LAYER + "conv.out_proj.weight", "blocks.conv.o", "D C", "CD"),
+            Tensor(LAYER + "feed_forward.w1.weight", "blocks.mlp.gate", "F D", "DF"),
+            Tensor(LAYER + "feed_forward.w3.weight", "blocks.mlp.up", "F D", "DF"),
+            Tensor(LAYER + "feed_forward.w2.weight", "blocks.mlp.down", "D F", "FD"),
+            Tensor(LAYER + "operator_norm.weight", "blocks.norms.attn", "D", "D"),
+            Tensor(LAYER + "ffn_norm.weight", "blocks.norms.mlp", "D", "D"),
+        ),
+        fused=(Fused(LAYER + "conv.in_proj.weight", tuple(LAYER + f"conv.in_proj.{name}" for name in "bcx")),),
+        slides=lambda attributes, layer: layer not in (attributes["full_attn_idxs"] or (layer,)),
+        recurrent=("conv", "conv"),
     ),
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = types.MappingProxyType({family.model_type: family for family in _ALL})
@@ -387,7 +487,13 @@ def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
 def our_shape(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:
     """Return the shape of our parameter, with a leading layer axis if every layer has one."""
     sizes = axis_sizes(config)
-    return ((config.layers,) if tensor.layered else ()) + tuple(sizes[letter] for letter in tensor.axes)
+    layers = (len(layers_of(tensor, config)),) if tensor.layered else ()
+    return layers + tuple(sizes[letter] for letter in tensor.axes)
+
+
+def layers_of(tensor: Tensor, config: ModelConfig) -> tuple[int, ...]:
+    """Return the layers that have a tensor, over which ours is stacked; none for one outside the layers."""
+    return config.layers_with(tensor.path.split(".")[1]) if tensor.layered else ()
 
 
 def axis_sizes(config: ModelConfig) -> dict[str, int]:
@@ -399,4 +505,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
     }  # fmt: skip
     if config.experts is not None:
         sizes |= {"E": config.experts.count, "I": config.expert_width, "S": config.experts.shared_width}
+    if config.recurrent is not None:
+        sizes |= {"P": config.recurrent.key_heads, "X": config.recurrent.key_dim, "C": config.width}
+        sizes |= {"M": config.recurrent.value_heads, "Y": config.recurrent.value_dim, "W": config.recurrent.kernel}
     return sizes

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import logging
 import math
 import operator
 import os
@@ -14,11 +15,24 @@ from typing import Any
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models import weights
-from jaxrl_llm.models.config import Attention, Embeddings, Experts, Llama3Rope, ModelConfig, Norm, Rope, TokenIds, Yarn
+from jaxrl_llm.models.config import (
+    Attention,
+    Embeddings,
+    Experts,
+    Llama3Rope,
+    ModelConfig,
+    Norm,
+    Recurrent,
+    Rope,
+    TokenIds,
+    Yarn,
+)
 from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
 from jaxrl_llm.models.packed_files import METHODS
 from jaxrl_llm.models.tokenizer import load_tokenizer, save_tokenizer, special_ids, with_pad_token
 from jaxrl_llm.system.signals import on_exit
+
+log = logging.getLogger(__name__)
 
 OUR_ATTRIBUTE = "jaxrl_llm"
 """The config.json attribute that describes the training of a reward model written by this package."""
@@ -39,6 +53,9 @@ _NEUTRAL = {"partial_rotary_factor": 1.0, "decoder_sparse_step": 1}
 
 _LOCAL = "rope_local_base_freq"
 
+ROPE_DEFAULTS = {"partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+"""Attributes of some families that stand among the rotary parameters."""
+
 _ROPE_KEYS = {
     "default": (),
     "linear": ("factor",),
@@ -50,12 +67,8 @@ _ROPE_KEYS = {
 
 def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
     """Parse a config.json into a ModelConfig; InputError names the attribute that cannot be obeyed."""
-    if "text_config" in attributes:
-        raise InputError(
-            f"model_type {attributes.get('model_type')!r} wraps a text model together with other parts; "
-            "save its text part alone with transformers and load that"
-        )
     try:
+        attributes = text_attributes(attributes)
         family = family_of(attributes.get("model_type"))
         # Versions of transformers write two names for one attribute.
         spellings = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
@@ -96,11 +109,10 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         if activation not in ACTIVATIONS:
             raise InputError(f"config.json names the activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
         values = {path: fields[name] for name, path in FIELDS.items() if name in fields}
-        values |= dict(family.constants) | _read_rope(attributes, family, fields)
+        values |= dict(family.constants) | _read_rope(attributes, family, fields) | _read_layers(fields, family)
         values |= {
             "family": family.model_type,
             "activation": ACTIVATIONS[activation],
-            "attention.windows": _read_windows(fields, family),
             "tokens": read_token_ids(attributes),
         }
         if family.scaled_embedding:
@@ -114,12 +126,47 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         attention = Attention(rope=Rope(**parts["attention.rope"]), **parts["attention"])
         embeddings = Embeddings(**parts["embeddings"])
         experts = Experts(**parts["experts"]) if "experts" in parts else None
+        recurrent = Recurrent(**parts["recurrent"]) if "recurrent" in parts else None
         norm = Norm(**parts["norm"])
-        return ModelConfig(attention=attention, norm=norm, embeddings=embeddings, experts=experts, **parts[""])
+        return ModelConfig(
+            attention=attention, norm=norm, embeddings=embeddings, experts=experts, recurrent=recurrent, **parts[""]
+        )
     except InputError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # a list for a number, and the like
         raise InputError(f"config.json holds a value of the wrong type ({error}); fetch it again") from None
+
+
+def text_attributes(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the attributes of the text model in a config.json that has other parts too; others as they are."""
+    text = attributes.get("text_config")
+    if text is None:
+        return attributes
+    kind = text.get("model_type")
+    if kind not in FAMILIES:
+        raise InputError(
+            f"model_type {attributes.get('model_type')!r} has a text model of the type {kind!r}, which is not "
+            f"supported; supported are {', '.join(FAMILIES)}"
+        )
+    outer = ("tie_word_embeddings", "quantization_config", "eos_token_id", "bos_token_id", "pad_token_id")
+    return {name: attributes[name] for name in outer if name in attributes} | text
+
+
+def text_tensors(stored: Mapping[str, weights.StoredTensor]) -> dict[str, weights.StoredTensor]:
+    """Return the tensors of the text model of a checkpoint that has other parts too, by the names that they have in one
+    of its own; a line says what is left out.
+    """
+    tensors = {}
+    others = collections.Counter()
+    for name, tensor in stored.items():
+        inner = name.replace("model.language_model.", "model.", 1).removeprefix("language_model.")
+        if inner != name or name == "lm_head.weight":
+            tensors[inner] = tensor
+        else:
+            others[name.removeprefix("model.").partition(".")[0]] += 1
+    if others:
+        log.warning("only the text model is read; left out are the tensors of %s", ", ".join(others))
+    return tensors
 
 
 def is_reward_model(attributes: Mapping[str, Any]) -> bool:
@@ -164,7 +211,11 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         "use_sliding_window": any(windows),
         "max_window_layers": next((i for i, window in enumerate(windows) if window), config.layers),
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
+        "block_auto_adjust_ff_dim": False,
     }
+    if config.recurrent is not None:
+        _, other = family.recurrent
+        sliding["layer_types"] = [other if recurrent else "full_attention" for recurrent in config.recurrent.layers]
     rope = config.attention.rope
     sliding |= {
         "no_rope_layers": [int(rotates) for rotates in rope.layers or (True,) * config.layers],
@@ -223,7 +274,8 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
     counts = """
         vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
         max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
-        shared_expert_intermediate_size
+        shared_expert_intermediate_size linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads
+        linear_key_head_dim linear_value_head_dim conv_L_cache full_attention_interval block_multiple_of
     """.split()
     for name in (name for name in counts if name in fields):
         optional = (fields[name] is None and name == "head_dim") or (not fields[name] and name == "sliding_window")
@@ -240,6 +292,11 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
         fields["head_dim"] = _multiple(fields, "hidden_size", "num_attention_heads")
     if "no_rope_layers" in fields:
         fields["no_rope_layers"] = _rotating_layers(fields)
+    if "linear_num_key_heads" in fields:
+        _multiple(fields, "linear_num_value_heads", "linear_num_key_heads")
+    if fields.get("block_auto_adjust_ff_dim"):
+        width = int(int(2 * fields["intermediate_size"] / 3) * fields["block_ffn_dim_multiplier"])
+        fields["intermediate_size"] = -(-width // fields["block_multiple_of"]) * fields["block_multiple_of"]
     if fields["head_dim"] % 2:
         raise InputError(f"config.json gives a head_dim of {fields['head_dim']}; rotary positions need an even one")
     return fields
@@ -274,23 +331,27 @@ def _multiple(fields: Mapping[str, Any], name: str, unit: str) -> int:
     return fields[name] // fields[unit]
 
 
-def _read_windows(fields: Mapping[str, Any], family: Family) -> tuple[int, ...]:
+def _read_layers(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the windows of the layers, and which of them are recurrent."""
     layers = range(fields["num_hidden_layers"])
     kinds = fields.get("layer_types")
     size = fields.get("sliding_window") if fields.get("use_sliding_window", True) else None
+    kind, recurrent = family.recurrent
     if kinds is None:
-        kinds = ["sliding_attention" if family.slides(fields, i) else "full_attention" for i in layers]
-    strange = set(kinds) - {"sliding_attention", "full_attention"}
+        other = recurrent or "sliding_attention"
+        kinds = [other if family.slides(fields, i) else "full_attention" for i in layers]
+    known = ("full_attention", recurrent or "sliding_attention")
+    strange = set(kinds) - {*known}
     if strange or len(kinds) != len(layers):
         reason = f"names {strange.pop()!r}" if strange else f"has {len(kinds)} entries for {len(layers)} layers"
-        raise InputError(
-            f"config.json: layer_types {reason}; it takes one of sliding_attention, full_attention a layer"
-        )
+        raise InputError(f"config.json: layer_types {reason}; it takes one of {', '.join(known)} a layer")
+    if kind:
+        return {"recurrent.kind": kind, "recurrent.layers": tuple(kind == recurrent for kind in kinds)}
     used = fields.get("use_sliding_window", True) and fields.get("layer_types")
     if used and "sliding_attention" in kinds and not size:
         raise InputError("config.json: layer_types has sliding layers, and sliding_window is not set; set it")
     windows = tuple(size or 0 if kind == "sliding_attention" else 0 for kind in kinds)
-    return windows if any(windows) else ()
+    return {"attention.windows": windows if any(windows) else ()}
 
 
 def _read_rope(attributes: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -369,7 +430,7 @@ def _read_scaling(
         )
     if kind not in _ROPE_KEYS:
         raise InputError(f"config.json names the rope type {kind!r}; known are {', '.join(_ROPE_KEYS)}")
-    keys = {"rope_type", "rope_theta", *_ROPE_KEYS[kind], *(family.defaults.keys() & {"partial_rotary_factor"})}
+    keys = {"rope_type", "rope_theta", *_ROPE_KEYS[kind], *(family.defaults.keys() & ROPE_DEFAULTS)}
     for name, value in rope.items():
         if name not in keys and value not in (None, _NEUTRAL.get(name)):
             raise InputError(
@@ -429,12 +490,12 @@ def load_directory(directory: Path, dtype: str, mesh: Any, pack: Any = None) -> 
 
     attributes = weights.read_object(directory / "config.json")
     config = read_config(attributes)
+    stored = weights.open_checkpoint(directory)
+    stored = text_tensors(stored) if "text_config" in attributes else stored
     generation = directory / "generation_config.json"
     tokenizer = load_tokenizer(directory)
     config = with_special_ids(config, weights.read_object(generation) if generation.is_file() else {}, tokenizer)
-    parameters = weights.read_parameters(
-        config, weights.open_checkpoint(directory), dtype, mesh, is_reward_model(attributes), pack
-    )
+    parameters = weights.read_parameters(config, stored, dtype, mesh, is_reward_model(attributes), pack)
     scalar = parameters.pop("scalar", None)
     decoder = Decoder(config, parameters)
     return decoder if scalar is None else with_scalar_head(decoder, scalar), tokenizer

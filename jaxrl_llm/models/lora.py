@@ -6,7 +6,6 @@ it costs no second copy of the weights. An adapter with a ``scalar`` [D] represe
 trained directly, and its base may be a language model.
 """
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +21,7 @@ from jaxrl_llm.models.decoder import (
     Decoder,
     add_adapter,
     parameter_shapes,
+    scan_layers,
     stack_layers,
     to_parameters,
     unstack_layers,
@@ -111,9 +111,10 @@ class BasePacker:
             self._count(path, array)
             return array
         outer = int(matrix.startswith("experts/"))
-        sizes = parameter_shapes(config)[path.replace("/", ".")][1 + outer :][: INPUTS.get(matrix, 1)]
+        count, *shape = parameter_shapes(config)[path.replace("/", ".")]
+        sizes = tuple(shape[outer:][: INPUTS.get(matrix, 1)])
         layers = []
-        for layer in range(config.layers):
+        for layer in range(count):
             if arrays := read_packed(kind, layer):
                 packed = QuantisedMatrix(kind, sizes, arrays, outer)
                 for name, array in arrays.items():
@@ -203,7 +204,8 @@ def merge(model: Decoder | ScalarModel, dtype: Any = jnp.float32) -> Any:
     blocks = decoder.weights.blocks
     if not hasattr(blocks, "adapter"):
         return model
-    stacked = {"blocks": jax.lax.map(functools.partial(add_adapter, dtype=dtype), stack_layers(decoder))}
+    layer = lambda x, w, inputs: (x, to_parameters(add_adapter(w, dtype)))  # noqa: E731
+    stacked = {"blocks": scan_layers(layer, None, decoder.config, stack_layers(decoder), {})[1]}
     outside = {name: x.astype(dtype) for name, x in to_parameters(decoder).items() if name != "blocks"}
     merged = Decoder(decoder.config, outside | stacked)
     return merged if scalar is None else with_scalar_head(merged, scalar.astype(dtype))

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ADAPTED, Lora, ModelConfig
-from jaxrl_llm.models.families import FAMILIES, StoredTensor, Tensor, axis_sizes, tensors_of
+from jaxrl_llm.models.families import FAMILIES, StoredTensor, Tensor, axis_sizes, layers_of, tensors_of
 from jaxrl_llm.models.packed_files import open_packed
 from jaxrl_llm.models.weights import hf_shape, open_file, read_object, to_hf, to_ours, write_object
 
@@ -119,7 +119,7 @@ def read_adapter(folder: Path, config: ModelConfig) -> Any:
     settings, stored = read_settings(folder), open_packed(open_file(folder / WEIGHTS))
     parameters: dict[str, Any] = {}
     for tensor in adaptable_tensors(config):
-        names = {layer: module_name(tensor, layer) for layer in range(config.layers)}
+        names = {layer: module_name(tensor, layer) for layer in layers_of(tensor, config)}
         ranks = {layer: rank_and_scale(settings, name) for layer, name in names.items() if is_target(settings, name)}
         if ranks:
             part, matrix = target_of(tensor).split("/")

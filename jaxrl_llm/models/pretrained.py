@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError, as_input_error, did_you_mean, naming, require
-from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Rope, TokenIds
+from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Recurrent, Rope, TokenIds
 from jaxrl_llm.models.hf import is_reward_model, read_config
 from jaxrl_llm.models.peft import MERGED, base_model_name, is_adapter, read_adapter
 from jaxrl_llm.models.weights import read_object
@@ -55,6 +55,11 @@ TINY = ModelConfig(
 
 
 TINY_EXPERTS = dataclasses.replace(TINY, family="qwen3_moe", experts=Experts(8, 2, 64, renormalise=True))
+TINY_HYBRID = dataclasses.replace(
+    TINY, family="qwen3_5_text", layers=4, norm=Norm(eps=1e-6, plus_one=True),
+    attention=dataclasses.replace(TINY.attention, gated=True, rope=Rope(dims=4, max_positions=1024)),
+    recurrent=Recurrent("delta", (True, True, True, False), 4, 2, 4, 16, 16),
+)  # fmt: skip
 
 
 def load_smollm2(dtype: str, mesh: Any) -> tuple[Any, Any]:
@@ -94,7 +99,8 @@ def load_tiny(dtype: str, mesh: Any, config: ModelConfig = TINY) -> tuple[Any, A
     bound = 0.05 * 3**0.5  # of a standard deviation of 0.05
     leaves = {}
     for path, shape in parameter_shapes(config).items():
-        values = np.ones(shape) if "norm" in path else bound * (2 * random.random_sample(shape) - 1)
+        one = 0.0 if config.norm.plus_one and path != "blocks.delta.norm" else 1.0
+        values = np.full(shape, one) if "norm" in path else bound * (2 * random.random_sample(shape) - 1)
         # NumPy rounds, as XLA does: no program is compiled for each shape.
         leaves[path] = jax.device_put(values.astype(np.float32).astype(dtype))
     model = Decoder(config, traverse_util.unflatten_dict(leaves, sep="."))
@@ -161,6 +167,11 @@ BUILTIN: Mapping[str, Builtin] = types.MappingProxyType({
         "the same with 8 experts, 2 of them for each token; no download",
         functools.partial(load_tiny, config=TINY_EXPERTS),
         config=TINY_EXPERTS,
+    ),
+    "tiny-random-hybrid": Builtin(
+        "four layers, of which three have a gated delta net in place of attention; no download",
+        functools.partial(load_tiny, config=TINY_HYBRID),
+        config=TINY_HYBRID,
     ),
 })  # fmt: skip
 

@@ -8,6 +8,7 @@ import functools
 import json
 import math
 import operator
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,16 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
-from jaxrl_llm.models.families import FAMILIES, Fused, StoredTensor, Tensor, axis_sizes, our_shape, tensors_of
+from jaxrl_llm.models.families import (
+    FAMILIES,
+    Fused,
+    StoredTensor,
+    Tensor,
+    axis_sizes,
+    layers_of,
+    our_shape,
+    tensors_of,
+)
 from jaxrl_llm.models.packed_files import PackedTensor, open_packed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -101,7 +111,7 @@ def packed_arrays(
     None if it is not packed.
     """
     sizes = axis_sizes(config)
-    names = _tensor_names(tensor, sizes)[layer : layer + 1]
+    names = _tensor_names(tensor, config)[layer : layer + 1]
     parts = [stored[name] for name in names.flat]
     together = []
     for part in parts:
@@ -128,7 +138,7 @@ def read_part(
     """Read the values at ``place`` (start and stop of each dimension) of our parameter, tensor by tensor."""
     sizes = axis_sizes(config)
     depth = len(tensor.outer)
-    names = np.asarray(_tensor_names(tensor, sizes)[place[:depth]], object)
+    names = np.asarray(_tensor_names(tensor, config)[place[:depth]], object)
     inner = dict(zip(tensor.inner, place[depth:], strict=True))
     part_sizes = dict(sizes)
     cuts = []
@@ -151,7 +161,7 @@ def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], scala
     sizes = axis_sizes(config)
     expected = {}
     for tensor in tensors_of(config, scalar):
-        expected |= dict.fromkeys(_tensor_names(tensor, sizes).flat, hf_shape(tensor, sizes))
+        expected |= dict.fromkeys(_tensor_names(tensor, config).flat, hf_shape(tensor, sizes))
     missing = [name for name in expected if name not in stored]
     if missing:
         raise InputError(f"the weights lack {_name_some(missing)}; fetch the checkpoint again, or correct config.json")
@@ -172,7 +182,7 @@ def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, S
     stored = {}
     for tensor in tensors_of(config, "scalar" in parameters):
         leaf = functools.reduce(operator.getitem, tensor.path.split("."), parameters)
-        for at, name in np.ndenumerate(_tensor_names(tensor, sizes)):
+        for at, name in np.ndenumerate(_tensor_names(tensor, config)):
             stored[name] = StoredTensor(
                 hf_shape(tensor, sizes),
                 lambda place, tensor=tensor, leaf=leaf, at=at: to_hf(tensor, np.asarray(leaf)[at], sizes)[place],
@@ -181,7 +191,9 @@ def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, S
         tensors = [stored.pop(part) for part in parts]
         shape = list(tensors[0].shape)
         shape[fused.axis] = sum(tensor.shape[fused.axis] for tensor in tensors)
-        stored[name] = StoredTensor(tuple(shape), functools.partial(_join_parts, fused, tensors))
+        stored[name] = StoredTensor(
+            tuple(shape), functools.partial(_join_parts, fused.axis, sizes[fused.groups], tensors)
+        )
     return stored
 
 
@@ -189,55 +201,74 @@ def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> di
     """Return a checkpoint's tensors, see ``open_packed``, after splitting those that hold several of ours."""
     tensors = open_packed(stored)
     sizes = axis_sizes(config)
+    tensors = _split_experts(config, tensors)
     shapes = {tensor.name: hf_shape(tensor, sizes) for tensor in tensors_of(config)}
     for fused, name, parts in _fused(config):
         if name not in tensors:
             continue
         source = tensors.pop(name)
         lengths = [shapes[part][fused.axis] for part in fused.parts]
+        groups = sizes[fused.groups]
         fits = len(source.shape) > fused.axis and source.shape[fused.axis] == sum(lengths)
         if not fits:
             raise InputError(f"{name} has shape {list(source.shape)} where config.json says {sum(lengths)} along axis "
                              f"{fused.axis}; take the two from the same model")  # fmt: skip
         for index, (part, length) in enumerate(zip(parts, lengths, strict=True)):
             shape = (*source.shape[: fused.axis], length, *source.shape[fused.axis + 1 :])
-            first = index if fused.alternating else sum(lengths[:index])
-            tensors[part] = StoredTensor(shape, functools.partial(_read_piece, fused, source, first))
+            rows = np.arange(sum(lengths)).reshape(groups, -1)
+            first = sum(lengths[:index]) // groups
+            rows = rows[:, first : first + length // groups].ravel()
+            tensors[part] = StoredTensor(shape, functools.partial(_read_piece, fused.axis, source, rows))
             if isinstance(source, PackedTensor):
-                step = len(lengths) if fused.alternating else 1
-                cut = slice(first, first + step * (length - 1) + 1, step)
                 kind = source.kind if source.kind == "mxfp4" else ""  # blocks of others may span two parts
-                arrays = functools.partial(source.arrays, cut)
+                arrays = functools.partial(source.arrays, slice(rows[0], rows[-1] + 1, rows[1] - rows[0]))
                 tensors[part] = PackedTensor(shape, tensors[part].part, kind=kind, arrays=arrays)
     return tensors
 
 
 def _fused(config: ModelConfig) -> list[tuple[Fused, str, list[str]]]:
     """Return the fused tensors of a checkpoint, the name of each in each layer, and the names of its parts."""
+    layers = {tensor.name: layers_of(tensor, config) for tensor in tensors_of(config)}
     return [
         (fused, fused.name.format(layer), [part.format(layer) for part in fused.parts])
         for fused in FAMILIES[config.family].fused
-        for layer in range(config.layers)
+        for layer in layers[fused.parts[0]]
     ]
 
 
-def _read_piece(fused: Fused, source: StoredTensor, first: int, place: tuple[slice, ...]) -> np.ndarray:
-    """Read a part of a fused tensor's part, which begins at ``first``."""
-    piece = place[fused.axis]
-    step = len(fused.parts) if fused.alternating else 1
-    cut = slice(first + step * piece.start, first + step * (piece.stop - 1) + 1)
-    values = source.part((*place[: fused.axis], cut, *place[fused.axis + 1 :]))
-    return values[(slice(None),) * fused.axis + (slice(None, None, step),)]
+def _split_experts(config: ModelConfig, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Split what some checkpoints hold of all experts of a layer, where others have tensors of each."""
+    stacked = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
+    found = {name: match for name in tensors if (match := stacked.fullmatch(name))}
+    if not found or any(tensor.name.endswith("experts.gate_proj") for tensor in tensors_of(config)):
+        return tensors
+    for name, match in found.items():
+        source = tensors.pop(name)
+        parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
+        experts, rows, columns = source.shape
+        length = rows // len(parts)
+        for at in np.ndindex(experts, len(parts)):
+
+            def part(place: tuple[slice, ...], source: Any = source, expert: int = at[0], first: int = at[1] * length):
+                rows = slice(first + place[0].start, first + place[0].stop)
+                return source.part((slice(expert, expert + 1), rows, place[1]))[0]
+
+            tensors[f"{match[1]}{at[0]}.{parts[at[1]]}_proj.weight"] = StoredTensor((length, columns), part)
+    return tensors
 
 
-def _join_parts(fused: Fused, tensors: list[StoredTensor], place: tuple[slice, ...]) -> np.ndarray:
+def _read_piece(axis: int, source: StoredTensor, rows: np.ndarray, place: tuple[slice, ...]) -> np.ndarray:
+    """Read a part of a fused tensor's part, which has these rows of its ``axis``."""
+    rows = rows[place[axis]]
+    values = source.part((*place[:axis], slice(int(rows[0]), int(rows[-1]) + 1), *place[axis + 1 :]))
+    return values if len(rows) == values.shape[axis] else np.take(values, rows - rows[0], axis)
+
+
+def _join_parts(axis: int, groups: int, tensors: list[StoredTensor], place: tuple[slice, ...]) -> np.ndarray:
     arrays = [tensor.read() for tensor in tensors]
-    if fused.alternating:
-        stacked = np.stack(arrays, axis=fused.axis + 1)
-        shape = list(arrays[0].shape)
-        shape[fused.axis] *= len(arrays)
-        return stacked.reshape(shape)[place]
-    return np.concatenate(arrays, axis=fused.axis)[place]
+    shares = [x.reshape(*x.shape[:axis], groups, -1, *x.shape[axis + 1 :]) for x in arrays]
+    joined = np.concatenate(shares, axis=axis + 1)
+    return joined.reshape(*joined.shape[:axis], -1, *joined.shape[axis + 2 :])[place]
 
 
 def open_checkpoint(directory: Path) -> dict[str, StoredTensor]:
@@ -356,11 +387,12 @@ def write_object(path: Path, value: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _tensor_names(tensor: Tensor, sizes: Mapping[str, int]) -> np.ndarray:
+def _tensor_names(tensor: Tensor, config: ModelConfig) -> np.ndarray:
     """Return the names of the tensors that make up our parameter, by layer and by expert."""
-    names = np.empty(tuple(sizes[letter] for letter in tensor.outer), object)
+    outer = {"L": layers_of(tensor, config), "E": range(axis_sizes(config).get("E", 0))}
+    names = np.empty(tuple(len(outer[letter]) for letter in tensor.outer), object)
     for at in np.ndindex(names.shape):
-        names[at] = tensor.name.format(*at)
+        names[at] = tensor.name.format(*(outer[letter][i] for letter, i in zip(tensor.outer, at, strict=True)))
     return names
 
 
@@ -369,8 +401,10 @@ def _name_some(names: list[str]) -> str:
 
 
 def _ignorable(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether an unknown tensor may be skipped: old rotary tables, or a tied LM head that repeats the embedding."""
-    if name.endswith("rotary_emb.inv_freq"):
+    """Whether an unknown tensor may be skipped: old rotary tables, what the family leaves out, or a tied LM head
+    that repeats the embedding.
+    """
+    if name.endswith("rotary_emb.inv_freq") or name.startswith(FAMILIES[config.family].skipped):
         return True
     if name != "lm_head.weight" or not config.embeddings.tied:
         return False

@@ -141,8 +141,9 @@ def memory_of_sampling(
         share = programs.device_share(arrays.sampled)
         cache = arrays.slots.cache
         (_, slots_of_device, _, columns, _) = cache.v.sharding.shard_shape(cache.v.shape)
-        by_token = programs.bytes_per_device(cache) / (slots_of_device * columns)
-        waiting = filling * rows / parts * piece * calls * by_token
+        states = programs.bytes_per_device(cache.state)
+        by_token = (programs.bytes_per_device(cache) - states) / (slots_of_device * columns)
+        waiting = filling * rows / parts * (piece * calls * by_token + states / slots_of_device)
         logits = 4 * 4 * rollout.engine.slots / parts * config.vocab_size * share
         needs.append(max(logits, blocks, widened_experts(arrays.learned[0])) + waiting)
         learns = arrays.learned[0].forward.mesh
@@ -192,7 +193,7 @@ def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
     blocks = split_head(planned.model)[0].weights.blocks
     frozen = hasattr(blocks, "adapter")
     if frozen:  # each product converts its own; separate layers are stacked
-        cast = 0 if hasattr(blocks, "attn") else programs.bytes_per_device(blocks)
+        cast = 0 if hasattr(blocks, "norms") else programs.bytes_per_device(blocks)
     elif platform_of(mesh) == "tpu" and compute.dtype == "float32":
         # Its products are of bfloat16, and the compiler moves gathers and conversions out of the loop over layers.
         cast = programs.bytes_per_device(planned.gathered) / 2

@@ -338,7 +338,7 @@ def lower_program(target: PlannedRun, name: str) -> jax.stages.Lowered:
             lengths = jax.ShapeDtypeStruct((rows,), np.int32)
             tokens = jax.ShapeDtypeStruct((rows, piece), np.int32)
             before = cache if calls > 1 else None
-            return extend_prompts.lower(arrays.sampled, before, lengths, tokens, cache.columns, where, dtype)
+            return extend_prompts.lower(arrays.sampled, before, lengths, tokens, lengths, cache.columns, where, dtype)
         if name == "refill":
             waiting = jax.eval_shape(lambda: empty_admission(shape, cache.v.shape[1], sampler.rules.repetition))
             return fill_slots.lower(arrays.slots, cache, waiting, where)

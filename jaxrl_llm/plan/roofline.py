@@ -196,7 +196,7 @@ def update_flops(work: Work, planned: programs.PlannedRole) -> float:
 
 def packed_pairs(config: ModelConfig, attention: str, rows: int, row_tokens: int) -> float:
     """Return the pairs of queries and keys that attention computes in packed rows, padding included."""
-    return config.layers * rows * row_tokens**2 * min(attention_share(attention, row_tokens), 1.0)
+    return len(config.layers_with("attn")) * rows * row_tokens**2 * min(attention_share(attention, row_tokens), 1.0)
 
 
 class Cost(NamedTuple):
@@ -331,14 +331,16 @@ def sampling_costs(arrays: programs.SamplingArrays, work: Work) -> dict[str, tup
     pairs = visible_pairs(config, 0, piece * calls) / calls
     prefill = forward_flops(config, piece, pairs, 0) * rows / shape.parts * share
     slots, chunk = rollout.engine.slots / shape.parts, rollout.engine.chunk
-    pairs = config.layers * (rollout.max_prompt_tokens + work.mean / 2)
+    pairs = len(config.layers_with("attn")) * (rollout.max_prompt_tokens + work.mean / 2)
     decode = forward_flops(config, 1, pairs, 1) * slots * share
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
     blocks = programs.bytes_per_device(arrays.slots.blocks)
     filled = slot_occupancy(arrays, work)
+    states = programs.bytes_per_device(arrays.slots.cache.state)
     moved = (
         weights
-        + programs.bytes_per_device(arrays.slots.cache) * filled.read
+        + (programs.bytes_per_device(arrays.slots.cache) - states) * filled.read
+        + 2 * states
         + blocks * prompts * shape.parts / shape.blocks
     )
     fixed = (weights + blocks) * chunk

@@ -27,7 +27,13 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     "blocks/mlp/down": (None, "tensor", "fsdp"),
     **dict.fromkeys(("blocks/experts/gate", "blocks/experts/up"), (None, "expert", "fsdp", "tensor")),
     "blocks/experts/down": (None, "expert", "tensor", "fsdp"),
+    "blocks/attn/gate": (None, "fsdp", "tensor", None),
     "blocks/attn/sinks": (None, "tensor"),
+    **dict.fromkeys((f"blocks/delta/{name}" for name in "qkvz"), (None, "fsdp", "tensor", None)),
+    "blocks/delta/o": (None, "tensor", None, "fsdp"),
+    **dict.fromkeys((f"blocks/delta/{name}_conv" for name in "qkv"), (None, "tensor", None, None)),
+    **dict.fromkeys((f"blocks/conv/{name}" for name in "bcx"), (None, "fsdp", "tensor")),
+    "blocks/conv/o": (None, "tensor", "fsdp"),
     **dict.fromkeys(("blocks/experts/gate_bias", "blocks/experts/up_bias"), (None, "expert", "tensor")),
     "blocks/experts/down_bias": (None, "expert", None),
 }
@@ -35,9 +41,9 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
 
 for _name, _axes in list(RULES.items()):
     # Adapters are divided as the weight that they are added to, so that forming their product moves nothing.
-    if _name.startswith("blocks/") and not _name.endswith("_bias"):
+    if _name.startswith("blocks/") and not _name.endswith(("_bias", "_conv")):
         _outer = 2 if "/experts/" in _name else 1  # the layer's dimension, and the experts'
-        _inputs = _outer + (2 if _name.endswith("/o") else 1)
+        _inputs = _outer + (2 if _name in ("blocks/attn/o", "blocks/delta/o") else 1)
         RULES |= {f"{_name}/a": (*_axes[:_inputs], None), f"{_name}/b": (*_axes[:_outer], None, *_axes[_inputs:])}
         # Packed matrices too, whose nibbles have one axis of inputs; scales are small, but for those of many experts.
         RULES |= {f"{_name}/codes": _axes, f"{_name}/nibbles": (*_axes[: _outer + 1], *_axes[_inputs:])}

@@ -38,7 +38,7 @@ def run(model, cache, tokens, lengths, steps):
         hidden, chunk, _ = decode(model, cache, chunk, *inputs, lengths)
         return chunk, hidden
 
-    chunk = empty_cache(model.config, tokens.shape[1], steps, cache.k.dtype)
+    chunk = empty_cache(model.config, tokens.shape[1], steps, cache.k.dtype)._replace(state=cache.state)
     chunk, states = jax.lax.scan(one, chunk, (jnp.arange(steps, dtype=jnp.int32), tokens))
     return states, flush(cache, chunk, lengths)
 
@@ -49,9 +49,9 @@ def by_position(*caches):
 
 
 @jax.jit
-def prefill(model, tokens):
+def prefill(model, tokens, state_tokens=None):
     """Keys and values of whole rows."""
-    return extend(model, None, jnp.zeros(len(tokens), jnp.int32), tokens)[0]
+    return extend(model, None, jnp.zeros(len(tokens), jnp.int32), tokens, None, state_tokens)[0]
 
 
 full_forward = jax.jit(lambda model, tokens: forward(model, causal_rows(tokens)))
@@ -62,7 +62,8 @@ def decoded(model, tokens, cache):
     prompts = np.zeros((3, 6), np.int32)
     for row, length in enumerate(PROMPTS):
         prompts[row, :length] = tokens[row, :length]
-    cache = insert(cache, prefill(model, prompts), jnp.arange(3), jnp.zeros(3, jnp.int32))
+    filled = prefill(model, prompts, jnp.array(PROMPTS) - 1)
+    cache = insert(cache, filled, jnp.arange(3), jnp.zeros(3, jnp.int32))
     lengths, states = np.array(PROMPTS) - 1, []
     for steps in CHUNKS:
         columns = np.stack([tokens[row, lengths[row] : lengths[row] + steps] for row in range(3)], axis=1)
@@ -71,7 +72,7 @@ def decoded(model, tokens, cache):
     return np.concatenate(states)
 
 
-@pytest.mark.slow(but=("plain", "gemma", "sinks"))
+@pytest.mark.slow(but=("plain", "gemma", "sinks", "delta"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_and_decode_equal_the_full_forward(kind):
     model = tiny(kind)
@@ -162,8 +163,8 @@ def test_flush_writes_each_row_at_its_own_length():
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.slow(but="pieces1-plain")
-@pytest.mark.parametrize("kind", ["plain", "windows", "gemma"])
+@pytest.mark.slow(but=("pieces1-plain", "pieces2-delta"))
+@pytest.mark.parametrize("kind", ["plain", "windows", "gemma", "delta", "conv"])
 @pytest.mark.parametrize("pieces", [(6,), (2, 4), (1, 3, 2)])
 def test_a_sequence_may_be_computed_in_pieces(kind, pieces):
     model = tiny(kind)
@@ -173,8 +174,10 @@ def test_a_sequence_may_be_computed_in_pieces(kind, pieces):
         lengths = jnp.full(2, done, jnp.int32)
         cache = flush(cache, extend(model, cache, lengths, tokens[:, done : done + piece])[0], lengths)
         done += piece
-    for got, wanted in by_position(cache, prefill(model, tokens)):
+    whole = prefill(model, tokens)
+    for got, wanted in by_position(cache, whole):
         np.testing.assert_allclose(got[:, :, :, :6], wanted, rtol=1e-4, atol=2e-5)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5), cache.state, whole.state)
 
 
 @pytest.mark.slow
@@ -187,8 +190,8 @@ def test_rows_and_columns_are_taken_and_added():
         assert got.shape[3] == 11 and not got[:, :, :, 8:].any()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["plain", "gemma"])
+@pytest.mark.slow(but="delta")
+@pytest.mark.parametrize("kind", ["plain", "gemma", "delta"])
 def test_layers_written_out_compute_what_their_loop_does(kind):
     model = tiny(kind)
     tokens = np.arange(1, 7, dtype=np.int32).reshape(1, -1) % VOCAB

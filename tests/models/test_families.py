@@ -96,7 +96,8 @@ def test_special_ids_of_every_spelling():
     ("changes", "words"),
     [
         ({"model_type": "mamba"}, ["mamba", "llama", "olmo2"]),
-        ({"model_type": "gemma3", "text_config": {}}, ["gemma3", "text part"]),
+        ({"model_type": "llama4", "text_config": {"model_type": "llama4_text"}}, ["'llama4_text'", "qwen3_5_text"]),
+        ({"model_type": "llava", "text_config": {}}, ["'llava'", "None"]),
         ({"attention_bias": True}, ["attention_bias=True"]),
         ({"mlp_bias": True}, ["mlp_bias"]),
         ({"logits_scaling": 8.0}, ["logits_scaling=8.0"]),
@@ -156,6 +157,21 @@ def test_the_later_families_refuse_what_they_do_not_do():
     assert "attention_bias=False" in refusal("gpt_oss", attention_bias=False)
     assert "quantization_config" in refusal("gpt_oss", quantization_config={"quant_method": "awq"})
     assert read_config(attributes("gpt_oss", quantization_config={"quant_method": "mxfp4"})).family == "gpt_oss"
+
+
+def test_layers_without_attention_are_read_in_each_spelling():
+    bare = {name: value for name, value in attributes("qwen3_next").items() if name != "layer_types"}
+    assert read_config(bare).recurrent.layers == (True, True, True, False)
+    assert read_config(bare | {"full_attention_interval": 2}).recurrent.layers == (True, False, True, False)
+    bare = {name: value for name, value in attributes("lfm2").items() if name != "layer_types"}
+    assert read_config(bare | {"full_attn_idxs": [0, 3]}).recurrent.layers == (False, True, True, False)
+    assert read_config(bare | {"block_auto_adjust_ff_dim": False}).mlp_width == 30
+    assert read_config(bare).mlp_width == 24  # two thirds, in multiples of 8
+    assert "linear_num_value_heads=3" in refusal("qwen3_next", linear_num_value_heads=3)
+    assert "takes one of full_attention, linear_attention" in refusal("qwen3_next", layer_types=["conv"] * 4)
+    assert "conv_bias=True" in refusal("lfm2", conv_bias=True)
+    rope = {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "rope_type": "default"}
+    assert read_config(attributes("qwen3_5_text", rope_parameters=rope)).attention.rope.dims == 4
 
 
 def test_yarn_is_read_in_each_spelling():

@@ -89,6 +89,10 @@ def test_logits_agree_with_transformers(name):
         ("glm4", "rope", {"interleaved": False}),
         ("glm4", "rope", {"dims": 0}),
         ("smollm3", "rope", {"layers": ()}),
+        ("qwen3_next", "attention", {"gated": False}),
+        ("qwen3_next", "norm", {"plus_one": False}),
+        ("qwen3_5_text", "rope", {"dims": 0}),
+        ("lfm2", "norm", {"eps": 1e-6}),
     ],
 )
 def test_each_rule_of_a_config_moves_the_logits(name, part, change):
@@ -110,6 +114,28 @@ def test_a_fused_tensor_of_another_size_is_refused(tmp_path):
     name = "model.layers.1.self_attn.qkv_proj.weight"
     rewrite(directory, lambda tensors: tensors.update({name: tensors[name][:-1]}))
     assert f"{name} has shape [31, 16] where config.json says 32" in refusal(directory)
+
+
+def test_the_text_model_of_a_checkpoint_with_other_parts_is_read(tmp_path, caplog):
+    directory = Path(shutil.copytree(FIXTURES / "qwen3_5_moe_text", tmp_path / "wrapped"))
+    text = json.loads((directory / "config.json").read_text())
+    outer = {"model_type": "qwen3_5_moe", "tie_word_embeddings": False, "vision_config": {"depth": 1}}
+    (directory / "config.json").write_text(json.dumps(outer | {"text_config": text}))
+    tensors = load_file(directory / "model.safetensors")
+    for layer in range(4):  # as some checkpoints hold the experts of a layer
+        block = f"model.layers.{layer}.mlp.experts."
+        each = [[tensors.pop(f"{block}{i}.{name}_proj.weight") for i in range(4)] for name in ("gate", "up", "down")]
+        tensors[block + "gate_up_proj"] = np.stack([np.concatenate(pair) for pair in zip(*each[:2], strict=True)])
+        tensors[block + "down_proj"] = np.stack(each[2])
+    wrapped = {name.replace("model.", "model.language_model.", 1): x for name, x in tensors.items()}
+    others = {"model.visual.patch_embed.proj.weight": np.zeros(3), "mtp.fc.weight": np.zeros(2)}
+    save_file(wrapped | others, directory / "model.safetensors", metadata={"format": "pt"})
+    example = example_of(directory)
+    model, _ = load_pretrained(directory)
+    np.testing.assert_allclose(logits(model, example["tokens"]), example["logits"], atol=1e-4, rtol=0)
+    assert caplog.messages == ["only the text model is read; left out are the tensors of visual, mtp"]
+    save_pretrained(model, None, tmp_path / "export")
+    assert stored_tensors(tmp_path / "export").keys() == stored_tensors(FIXTURES / "qwen3_5_moe_text").keys()
 
 
 @pytest.mark.slow

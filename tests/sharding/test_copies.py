@@ -81,10 +81,10 @@ def test_completions_do_not_depend_on_copies(shape, strict, cache):
 def test_a_device_holds_one_head_of_the_cache_with_its_numbers(shape):
     mesh = make_mesh(MeshShape(*shape))
     lengths, tokens = np.zeros(8, np.int32), np.arange(80, dtype=np.int32).reshape(8, 10) % SEVEN.vocab_size
-    plain, _ = extend_prompts(seven(), None, lengths, tokens, 16)
+    plain, _ = extend_prompts(seven(), None, lengths, tokens, lengths, 16)
     with jax.set_mesh(mesh):
         model = jax.device_put(seven(), shardings(seven(), mesh))
-        found, _ = extend_prompts(model, None, lengths, tokens, 16, mesh)
+        found, _ = extend_prompts(model, None, lengths, tokens, lengths, 16, mesh)
     for whole, wanted in zip(found[:2], plain[:2], strict=True):
         assert whole.addressable_shards[0].data.shape[1:3] == (8 // shape[1], 1)
         copies = np.repeat(wanted, shape[2] // 2, axis=2)

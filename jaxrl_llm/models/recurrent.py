@@ -1,0 +1,321 @@
+"""Recurrent layers: the gated delta rule (arXiv 2412.06464) and short causal convolutions, over packed rows, over the
+next tokens of sequences, and for one token of each. States are float32.
+
+The delta rule keeps a matrix S [X, Y] for each head. A token with key k, value v, decay exp(g) and strength b makes it
+``exp(g) S + b k (v - exp(g) S^T k)^T`` and reads ``S^T q``. Chunks of tokens are computed by matrix products: with the
+changes of its values as unknowns, a chunk is one triangular system (arXiv 2406.06484), here of a tree of tokens: a
+token sees those before it on its path.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.layers import rms_norm, wide_dtype
+from jaxrl_llm.sharding import activation
+
+CHUNK = 64
+"""Tokens of a chunk, a power of two."""
+
+State = dict[str, jax.Array]
+"""Of one layer: ``matrix`` [B, M, X, Y] of the delta rule, and the last W - 1 inputs of each convolution [B, heads,
+width, W - 1] by its name, the newest last.
+"""
+
+_product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+
+
+class Delta(NamedTuple):
+    """What the delta rule reads: q and k [B, S, P, X], v [B, S, P, R, Y], log_decay and strength [B, S, P, R]."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    log_decay: jax.Array
+    strength: jax.Array
+
+
+class Chunks(NamedTuple):
+    """How the tokens of n chunks follow each other. A chunk begins with A states, and ends with as many.
+
+    Attributes:
+      seen: bool[n, B, C, C], the tokens on a token's path, itself included.
+      reads: float[n, A, B, C], 1 for the state that a token's path begins with.
+      ends: float[n, A, B, C], 1 for the token after which a state is kept; nowhere: it is kept as it was, or zero.
+      stays: float[n, A, B], 1 where a state is kept as it was.
+    """
+
+    seen: jax.Array
+    reads: jax.Array
+    ends: jax.Array
+    stays: jax.Array
+
+
+def chunk_size(tokens: int) -> int:
+    """Return the tokens of a chunk in rows of so many."""
+    return min(CHUNK, 1 << (tokens - 1).bit_length())
+
+
+def tree_chunks(group: jax.Array, branch: jax.Array, shared: bool) -> Chunks:
+    """Return the chunks of packed rows int32[B, S], see ``layers.TokenRows``. The states are that of the newest token,
+    and where prompts are ``shared`` that of the end of its group's prompt.
+    """
+    size = chunk_size(group.shape[1])
+    group, branch = (_chunked(x, size) for x in (group, branch))
+    before = [jnp.pad(x[:-1, :, -1:], ((1, 0), (0, 0), (0, 0))) for x in (group, branch)]
+    same = (group[:, :, :, None] == group[:, :, None]) & (group > 0)[:, :, None]
+    on_path = (branch[:, :, None] == 0) | (branch[:, :, :, None] == branch[:, :, None])
+    seen = same & on_path & jnp.tri(size, dtype=bool)[None, None]
+    continues = (group == before[0]) & (group > 0)
+    newest = continues & ((before[1] == branch) | (before[1] == 0))
+    prompt = (branch == 0) & (group == group[:, :, -1:])
+    columns = jnp.arange(size)[None, None]
+    last_prompt = jnp.max(jnp.where(prompt, columns, -1), axis=2, keepdims=True)
+    ends = jnp.stack([jnp.broadcast_to(columns == size - 1, group.shape), columns == last_prompt], axis=1)
+    stays = jnp.stack([jnp.zeros_like(newest[:, :, 0]), continues[:, :, -1] & (last_prompt[:, :, 0] < 0)], axis=1)
+    reads = jnp.stack([newest, continues & ~newest], axis=1)
+    return Chunks(seen, *(x[:, : 1 + shared].astype(jnp.float32) for x in (reads, ends, stays)))
+
+
+def plain_chunks(rows: int, tokens: int) -> Chunks:
+    """Return the chunks of sequences that go on, one in each row."""
+    size = chunk_size(tokens)
+    count = -(-tokens // size)
+    seen = jnp.broadcast_to(jnp.tri(size, dtype=bool), (count, rows, size, size))
+    ones = jnp.ones((count, 1, rows, size))
+    return Chunks(seen, ones, ones.at[..., :-1].set(0), jnp.zeros((count, 1, rows)))
+
+
+def delta_rule(x: Delta, states: jax.Array, chunks: Chunks) -> tuple[jax.Array, jax.Array]:
+    """Apply the gated delta rule to rows of tokens; ``states`` [A, B, P, R, X, Y]. Returns what the tokens read, [B, S,
+    P, R, Y], and the states after the last chunk.
+    """
+    tokens, size = x.q.shape[1], chunks.seen.shape[-1]
+    q, k, v, log_decay, strength = (_chunked(t.astype(states.dtype), size) for t in x)
+    q, k, v = (jnp.moveaxis(t, 2, -2) for t in (q, k, v))
+    log_decay, strength = (jnp.moveaxis(t, 2, -1) for t in (log_decay, strength))
+    seen = chunks.seen[:, :, None, None]
+    along = _product("nbij,nbprj->nbpri", chunks.seen.astype(states.dtype), log_decay)
+    decay = jnp.exp(jnp.where(seen, along[..., :, None] - along[..., None, :], -jnp.inf))
+    reads = chunks.reads.astype(states.dtype)[:, :, :, None, None] * jnp.exp(along)[:, None]
+    pairs = _product("nbpix,nbpjx->nbpij", k, k)[:, :, :, None] * decay * strength[..., None]
+    solve = triangular_inverse(jnp.tril(pairs, -1))
+    values = _product("nbprij,nbprjy->nbpriy", solve, v * strength[..., None])
+    old = _product("nbprij,nbpjx,nabprj->nabprix", solve, k, reads * strength[:, None])
+    mixed = _product("nbpix,nbpjx->nbpij", q, k)[:, :, :, None] * decay
+    asked = _product("nbpix,nabpri->nabprix", q, reads)
+    ends = chunks.ends.astype(states.dtype)
+    kept = _product("nabi,nbprij,nbpjx->nabprjx", ends, decay, k)
+    carried = _product("nabi,nubpri->naubpr", ends, reads)
+    stays = chunks.stays.astype(states.dtype)
+
+    def step(states: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
+        values, old, mixed, asked, kept, carried, stays = chunk
+        change = values - _product("abprix,abprxy->bpriy", old, states)
+        out = _product("abprix,abprxy->bpriy", asked, states) + _product("bprij,bprjy->bpriy", mixed, change)
+        new = _product("aubpr,ubprxy->abprxy", carried, states) + _product("abprjx,bprjy->abprxy", kept, change)
+        return new + stays[..., None, None, None, None] * states, out
+
+    states, out = jax.lax.scan(step, states, (values, old, mixed, asked, kept, carried, stays))
+    out = jnp.moveaxis(out, (0, -2), (1, 2))  # [B, n, C, P, R, Y]
+    return out.reshape(len(out), -1, *out.shape[3:])[:, :tokens], states
+
+
+def delta_step(x: Delta, state: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Apply the gated delta rule to one token of each row; ``state`` [B, P, R, X, Y]."""
+    q, k, v, log_decay, strength = (t[:, 0].astype(state.dtype) for t in x)
+    state = state * jnp.exp(log_decay)[..., None, None]
+    change = (v - _product("bprxy,bpx->bpry", state, k)) * strength[..., None]
+    state = state + k[:, :, None, :, None] * change[..., None, :]
+    return _product("bprxy,bpx->bpry", state, q)[:, None], state
+
+
+@jax.custom_vjp
+def triangular_inverse(lower: jax.Array) -> jax.Array:
+    """Return ``(I + lower)^-1`` of strictly lower triangular matrices [..., C, C], C a power of two: pairs of inverted
+    blocks make one of twice their size. A series of powers would lose all digits where keys repeat.
+    """
+    size = lower.shape[-1]
+    outer = lower.shape[:-2]
+    inverse = jnp.ones((*outer, size, 1, 1), lower.dtype)
+    for width in (1 << i for i in range(size.bit_length() - 1)):
+        count = size // (2 * width)
+        blocks = lower.reshape(*outer, count, 2, width, count, 2, width)[..., 1, :, :, 0, :]
+        below = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
+        first, second = jnp.moveaxis(inverse.reshape(*outer, count, 2, width, width), -3, 0)
+        corner = -_product("...ij,...jk,...kl->...il", second, below, first)
+        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+    return inverse[..., 0, :, :]
+
+
+def _triangular_inverse_backward(inverse: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    back = -_product("...ji,...jk,...lk->...il", inverse, g, inverse)
+    return (jnp.tril(back, -1),)
+
+
+def _triangular_inverse_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
+    inverse = triangular_inverse(lower)
+    return inverse, inverse
+
+
+triangular_inverse.defvjp(_triangular_inverse_forward, _triangular_inverse_backward)
+
+
+def _chunked(x: jax.Array, size: int) -> jax.Array:
+    """Return rows [B, S, ...] as chunks [n, B, C, ...], after padding with zeros."""
+    x = jnp.pad(x, ((0, 0), (0, -x.shape[1] % size), *[(0, 0)] * (x.ndim - 2)))
+    return jnp.moveaxis(x.reshape(len(x), -1, size, *x.shape[2:]), 1, 0)
+
+
+class Sequences(Protocol):
+    """The tokens that recurrent layers go through, x [B, S, heads, width], and the order in which they do."""
+
+    def before(self, name: str, x: jax.Array, kernel: int) -> list[jax.Array]:
+        """Return the inputs 1, 2, ... ``kernel`` - 1 tokens before each, zero where a sequence has none; ``name``: of
+        the convolution.
+        """
+        ...
+
+    def apply_delta(self, x: Delta) -> jax.Array:
+        """Return what each token reads by the delta rule, [B, S, P, R, Y]."""
+        ...
+
+
+class PackedSequences:
+    """Packed rows: nothing precedes a group, and a branch goes on from its group's prompt. ``shared``: prompts have
+    several branches; otherwise groups are sequences.
+    """
+
+    def __init__(self, group: jax.Array, branch: jax.Array, shared: bool):
+        self._group, self._shared = group, shared
+        self._chunks = functools.partial(tree_chunks, group, branch, shared)
+        columns = jnp.broadcast_to(jnp.arange(group.shape[1]), group.shape)
+        ends = jax.lax.cummax(jnp.where(branch == 0, columns, -1), axis=1)
+        left = jnp.pad(branch[:, :-1], ((0, 0), (1, 0)))
+        previous = jnp.where((branch == 0) | (left == 0) | (left == branch), columns - 1, ends)
+        same = jnp.take_along_axis(group, jnp.maximum(previous, 0), axis=1) == group
+        self._previous = jnp.where(same & (previous >= 0), previous, -1)
+
+    def before(self, name: str, x: jax.Array, kernel: int) -> list[jax.Array]:
+        """Return the inputs before each token; see ``Sequences``."""
+        inputs, place = [], self._previous
+        for count in range(1, kernel):
+            if self._shared:
+                source = jnp.take_along_axis(x, jnp.maximum(place, 0)[:, :, None, None], axis=1)
+            else:
+                source = jnp.pad(x, ((0, 0), (count, 0), (0, 0), (0, 0)))[:, : x.shape[1]]
+            inputs.append(jnp.where((place >= 0)[:, :, None, None], source, jnp.zeros_like(x)))
+            step = jnp.take_along_axis(self._previous, jnp.maximum(place, 0), axis=1)
+            place = jnp.where(place >= 0, step, -1)
+        return inputs
+
+    def apply_delta(self, x: Delta) -> jax.Array:
+        """Apply the delta rule from states of zero."""
+        chunks = self._chunks()
+        shape = (chunks.reads.shape[1], *x.v.shape[:1], *x.v.shape[2:4], x.k.shape[-1], x.v.shape[-1])
+        return delta_rule(x, jnp.zeros(shape, wide_dtype(x.k)), chunks)[0]
+
+
+class Continuation:
+    """The next S tokens of each row's sequence, after ``state``, which the first ``valid`` int32[B] of them change.
+
+    Attributes:
+      new: the state after them.
+    """
+
+    def __init__(self, state: State, valid: jax.Array):
+        self._state, self._valid = state, valid
+        self.new: State = {}
+
+    def before(self, name: str, x: jax.Array, kernel: int) -> list[jax.Array]:
+        """Return the inputs before each token; see ``Sequences``."""
+        tail = self._state[name]
+        joined = jnp.concatenate([jnp.moveaxis(tail, 3, 1).astype(x.dtype), x], axis=1)
+        newest = self._valid[:, None] + jnp.arange(kernel - 1)[None]
+        kept = jnp.take_along_axis(joined, newest[:, :, None, None], axis=1)
+        self.new[name] = jnp.moveaxis(kept, 1, 3).astype(tail.dtype)
+        return [joined[:, kernel - 1 - i : joined.shape[1] - i] for i in range(1, kernel)]
+
+    def apply_delta(self, x: Delta) -> jax.Array:
+        """Apply the delta rule from the states of the sequences."""
+        state = self._state["matrix"]
+        heads = state.reshape(len(state), *x.v.shape[2:4], *state.shape[2:])
+        changes = (jnp.arange(x.q.shape[1])[None] < self._valid[:, None])[..., None, None]
+        x = x._replace(log_decay=jnp.where(changes, x.log_decay, 0), strength=jnp.where(changes, x.strength, 0))
+        if x.q.shape[1] == 1:
+            out, after = delta_step(x, heads)
+        else:
+            out, (after,) = delta_rule(x, heads[None], plain_chunks(*x.q.shape[:2]))
+        self.new["matrix"] = after.reshape(state.shape)
+        return out
+
+
+def causal_convolution(x: jax.Array, kernel: jax.Array, inputs: list[jax.Array]) -> jax.Array:
+    """Convolve x [B, S, heads, width] by ``kernel`` [heads, width, W], the newest token's weight last; ``inputs``: see
+    ``Sequences.before``.
+    """
+    return sum((t * kernel[None, None, :, :, -1 - i] for i, t in enumerate([x, *inputs])), jnp.zeros_like(x))
+
+
+Linear = Callable[[str, jax.Array], jax.Array]
+"""(name of one of the layer's matrices, x) -> their product."""
+
+
+def delta_net(w: Any, config: ModelConfig, linear: Linear, h: jax.Array, sequences: Sequences) -> jax.Array:
+    """Apply a gated delta net to h [B, S, D]; ``w`` are its weights, of which ``linear`` multiplies by a matrix."""
+    settings = config.recurrent
+    wide = wide_dtype(h)
+
+    def convolved(name: str) -> jax.Array:
+        x = activation(linear(name, h), "heads")
+        kernel = getattr(w, f"{name}_conv")[...]
+        return jax.nn.silu(causal_convolution(x, kernel, sequences.before(name, x, kernel.shape[-1])))
+
+    def unit(x: jax.Array) -> jax.Array:
+        x = x.astype(wide)
+        return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + 1e-6)
+
+    q, k, v = (convolved(name) for name in "qkv")
+    grouped = lambda x: x.reshape(*x.shape[:2], settings.key_heads, -1, *x.shape[3:])  # noqa: E731
+    step = jax.nn.softplus(linear("a", h).astype(wide) + w.decay_bias[...].astype(wide)[None, None])
+    log_decay = -jnp.exp(w.decay_log[...].astype(wide))[None, None] * step
+    strength = jax.nn.sigmoid(linear("b", h)).astype(wide)
+    scaled = unit(q) * settings.key_dim**-0.5
+    out = sequences.apply_delta(Delta(scaled, unit(k), grouped(v), grouped(log_decay), grouped(strength)))
+    out = out.reshape(v.shape).astype(h.dtype)
+    normed = rms_norm(out, w.norm[...], dataclasses.replace(config.norm, plus_one=False))
+    gate = jax.nn.silu(activation(linear("z", h), "heads").astype(wide))
+    out = activation((normed.astype(wide) * gate).astype(h.dtype), "heads")
+    return activation(linear("o", out), "residual")
+
+
+def short_convolution(w: Any, linear: Linear, h: jax.Array, sequences: Sequences) -> jax.Array:
+    """Apply LFM2's gated convolution to h [B, S, D]: ``o(c * conv(b * x))``."""
+    b, c, x = (activation(linear(name, h), "mlp") for name in "bcx")
+    gated = (b * x)[:, :, None]
+    kernel = w.x_conv[...][None]
+    convolved = causal_convolution(gated, kernel, sequences.before("x", gated, kernel.shape[-1]))
+    return activation(linear("o", c * convolved[:, :, 0]), "residual")
+
+
+def empty_state(config: ModelConfig, rows: int) -> State | None:
+    """Return the float32 states of all recurrent layers for so many new sequences, [L, B, ...] each; None for a model
+    that has only attention.
+    """
+    settings = config.recurrent
+    if settings is None:
+        return None
+    heads = {"x": (1, config.width)}
+    if settings.kind == "delta":
+        key, value = (settings.key_heads, settings.key_dim), (settings.value_heads, settings.value_dim)
+        heads = {"q": key, "k": key, "v": value}
+    shapes = {name: (*of_head, settings.kernel - 1) for name, of_head in heads.items()}
+    if settings.kind == "delta":
+        shapes["matrix"] = (settings.value_heads, settings.key_dim, settings.value_dim)
+    return {name: jnp.zeros((sum(settings.layers), rows, *shape), jnp.float32) for name, shape in shapes.items()}
