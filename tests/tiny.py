@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 
-from jaxrl_llm.models.config import Attention, Embeddings, Experts, ModelConfig, Norm, Recurrent, Rope, Yarn
+from jaxrl_llm.models.config import Attention, Embeddings, Experts, Latent, ModelConfig, Norm, Recurrent, Rope, Yarn
 from jaxrl_llm.models.decoder import Decoder, parameter_shapes
 from jaxrl_llm.stages.programs import ingredients_of, rules_for
 
@@ -40,6 +40,10 @@ KINDS = {
     "conv": ModelConfig(
         "lfm2", VOCAB, 16, 4, 24, Attention(4, 2, 8), embeddings=Embeddings(tied=True),
         recurrent=Recurrent("conv", (True, False, True, False), 3)),
+    "latent": ModelConfig(
+        "deepseek_v3", VOCAB, 16, 3, 24,
+        Attention(4, 4, 7, rope=Rope(dims=4, interleaved=True), latent=Latent(6, 5, 3, 4, 5)),
+        experts=Experts(8, 3, 10, True, 12, dense_layers=1, sigmoid=True, groups=4, active_groups=2, scaling=1.5)),
 }  # fmt: skip
 """A configuration for each thing that a family may have; all else is as small as can be."""
 

@@ -36,6 +36,14 @@ GEMMA3_ROPE = {
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 16,
         "beta_fast": 4.0, "beta_slow": 0.5}  # fmt: skip
+GROUPED = {
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 2, "moe_intermediate_size": 12, "n_group": 4,
+    "topk_group": 2, "routed_scaling_factor": 1.7, "norm_topk_prob": True,
+}  # fmt: skip
+LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 10, "q_lora_rank": 14, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+    "v_head_dim": 5,
+}  # fmt: skip
 DELTA = {
     "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
     "linear_value_head_dim": 6, "head_dim": 16,
@@ -131,6 +139,23 @@ FAMILIES = {
                  "intermediate_size": 30, "block_multiple_of": 8, "norm_eps": 1e-3,
                  "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
     ),
+    "deepseek_v3": (
+        transformers.DeepseekV3Config,
+        SHAPE | GROUPED | LATENT | {"num_hidden_layers": 4, "first_k_dense_replace": 2, "rms_norm_eps": 1e-4,
+                                    "rope_parameters": YARN | {"mscale": 0.7, "mscale_all_dim": 0.7}},
+    ),
+    "deepseek_v3_plain": (
+        transformers.DeepseekV3Config,
+        SHAPE | GROUPED | LATENT | {"q_lora_rank": None, "first_k_dense_replace": 0, "rope_interleave": False,
+                                    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+    ),
+    "glm4_moe": (
+        transformers.Glm4MoeConfig,
+        SMALL | GROUPED | {"num_hidden_layers": 3, "first_k_dense_replace": 1, "use_qk_norm": True,
+                           "attention_bias": True, "n_group": 1, "topk_group": 1,
+                           "rope_parameters": {"rope_type": "default", "rope_theta": 50.0,
+                                               "partial_rotary_factor": 0.5}},
+    ),
 }  # fmt: skip
 REWARD_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
 REWARD_SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_labels": 1}
@@ -194,6 +219,9 @@ def random_model(kind: type, config: transformers.PreTrainedConfig, seed: int) -
                 parameter.add_(0.3 * noise)
             else:
                 parameter.copy_((0.5 if name.endswith("bias") else 0.2) * noise)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     return model.eval()
 
 

@@ -461,14 +461,9 @@ def has_one_shape(spec: EngineSpec) -> bool:
     """Whether prompts and completions each have room for the longest sequence, so that one shape of the cache serves
     whatever the sampler is asked for: where the cache is small.
     """
-    attention = spec.config.attention
-    token_bytes = (
-        2
-        * len(spec.config.layers_with("attn"))
-        * attention.kv_heads
-        * attention.head_dim
-        * np.dtype(spec.dtype).itemsize
-    )
+    heads, key, value = spec.config.attention.cached
+    numbers = len(spec.config.layers_with("attn")) * heads * (key + value)
+    token_bytes = numbers * np.dtype(spec.dtype).itemsize
     few = spec.slots <= FEW_SLOTS and not spec.strict
     return few and spec.slots * spec.max_length * token_bytes <= FEW_BYTES
 

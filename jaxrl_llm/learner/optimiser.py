@@ -156,12 +156,12 @@ def fold_to_matrices(path: tuple, x: jax.Array) -> jax.Array:
 
 
 def decay_mask(params: Any) -> Any:
-    """Return True for the weights that decay: all but norms and biases."""
+    """Return True for the weights that decay: all but norms, biases, and what recurrent layers have beside matrices."""
     return jax.tree.map_with_path(lambda path, _: _is_decayed(parameter_path(path)), params)
 
 
 def _is_decayed(name: str) -> bool:
-    return not any(word in name for word in ("norm", "bias"))
+    return not any(word in name for word in ("norm", "bias", "decay_log", "_conv"))
 
 
 def move_memory(tree: Any, like: Any = None) -> Any:

@@ -75,6 +75,8 @@ def attention_obstacle(name: str, settings: Learner, config: ModelConfig, platfo
         return f"is for {ATTENTION_PLATFORMS[name]}, and this is {platform}"
     if name in ATTENTION_PLATFORMS and config.attention.sinks:
         return "has no attention sinks, which this model needs"
+    if name in ATTENTION_PLATFORMS and config.attention.latent is not None:
+        return "has keys and values of one width, which this model's are not"
     if name in ("splash", "triton") and settings.compute.row_tokens % 128:
         return f"needs learner.compute.row_tokens to be a multiple of 128, got {settings.compute.row_tokens}"
     if ATTENTION_PLATFORMS.get(name) != "gpu":

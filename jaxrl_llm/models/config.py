@@ -1,6 +1,7 @@
 """The architecture of a decoder as hashable values; families.py fills them from config.json."""
 
 import dataclasses
+import math
 import types
 from collections.abc import Mapping
 from typing import Annotated, Any
@@ -29,6 +30,7 @@ class Yarn:
       fast: turns over that length from which on a frequency stays; ``slow``: turns up to which it is divided.
       magnitude: factor on rotated queries and keys.
       truncate: the two bounds are rounded outwards to whole frequencies.
+      all_dims: by which scores grow with the length in latent attention, ``mscale_all_dim``; 0 for none.
     """
 
     factor: float
@@ -37,6 +39,7 @@ class Yarn:
     slow: float = 1.0
     magnitude: float = 1.0
     truncate: bool = True
+    all_dims: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,25 @@ class Rope:
 
 
 @dataclasses.dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (arXiv 2405.04434): keys and values are products of a latent vector of each token,
+    and all heads share the rotated part of their keys.
+
+    Attributes:
+      rank: Z, numbers of the latent vector.
+      query_rank: Q, of that of the queries; 0 for plain queries.
+      plain_dim: A, numbers of a query and key that are not rotated; ``rotary_dim``: B, that are.
+      value_dim: U, of a value.
+    """
+
+    rank: int
+    query_rank: int
+    plain_dim: int
+    rotary_dim: int
+    value_dim: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Attention:
     """Shape and rules of the attention of every layer.
 
@@ -77,6 +99,8 @@ class Attention:
       sinks: each head has a score of its own that takes part in the softmax and has no value (GPT-OSS).
       gated: what each head returns is multiplied by the sigmoid of a projection of its own (Qwen3-Next).
       biased: queries, keys and values have biases, in a family that has them.
+      normed: queries and keys are normalised, in a family that has weights for it.
+      latent: keys and values come from a latent vector, which is what the cache holds; None: the cache holds them.
     """
 
     heads: int
@@ -89,11 +113,24 @@ class Attention:
     sinks: bool = False
     gated: bool = False
     biased: bool = True
+    normed: bool = True
+    latent: Latent | None = None
 
     @property
     def factor(self) -> float:
         """The factor on the scores."""
-        return self.head_dim**-0.5 if self.scale is None else self.scale
+        scaling = self.rope.scaling
+        growth = 1.0
+        if isinstance(scaling, Yarn) and scaling.all_dims:
+            growth = 0.1 * scaling.all_dims * math.log(max(scaling.factor, 1.0)) + 1.0
+        return growth**2 * (self.head_dim**-0.5 if self.scale is None else self.scale)
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """Return the heads of the cache, and the widths of its keys and values; 0 where values are a part of keys."""
+        if self.latent is None:
+            return self.kv_heads, self.head_dim, self.head_dim
+        return 1, self.latent.rank + self.latent.rotary_dim, 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +178,7 @@ class TokenIds:
 ADAPTED = (
     *("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down"),
     *("delta/q", "delta/k", "delta/v", "delta/z", "delta/o", "conv/b", "conv/c", "conv/x", "conv/o"),
+    *("shared/gate", "shared/up", "shared/down", "attn/q_latent", "attn/latent", "attn/k_rotary"),
 )
 """The matrices of a layer that an adapter adapts unless its settings say otherwise."""
 ADAPTABLE = (*ADAPTED, "attn/gate", "experts/gate", "experts/up", "experts/down")
@@ -222,7 +260,14 @@ class Experts:
       active: k, experts of a token: those with the largest of its E router probabilities.
       width: I, of an expert's MLP; 0 takes ``ModelConfig.mlp_width``.
       renormalise: the probabilities of the k experts, which weigh their outputs, are divided by their sum.
-      shared_width: of a further MLP that computes every token, weighted by a sigmoid gate of its own; 0 for none.
+      shared_width: of a further MLP that computes every token; 0 for none. In families with a gate for it its sigmoid
+        weighs that MLP.
+      dense_layers: number of the first layers, which have an MLP in place of experts; None in families without.
+      sigmoid: probabilities are sigmoids of each expert's score; experts are chosen by their sum with a bias that is
+        not trained (arXiv 2408.15664).
+      groups: experts are chosen from this many groups of equal size, of which each token takes ``active_groups``, those
+        with the largest sum of their best two.
+      scaling: factor on the weights.
       limit: the gate is at most this, and ``up`` is between its negative and it: GPT-OSS's
         ``gate * sigmoid(alpha * gate) * (up + 1)``; 0 for the plain ``activation(gate) * up``.
       alpha: see ``limit``.
@@ -237,6 +282,11 @@ class Experts:
     limit: float = 0.0
     alpha: float = 1.702
     bits: int = 0
+    dense_layers: int | None = None
+    sigmoid: bool = False
+    groups: int = 1
+    active_groups: int = 1
+    scaling: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,6 +326,9 @@ class ModelConfig:
 
     def layers_with(self, part: str) -> tuple[int, ...]:
         """Return the layers that have a part (``blocks.<part>`` of the parameters), over which it is stacked."""
+        first = None if self.experts is None else self.experts.dense_layers
+        if first is not None and part in ("mlp", "shared", "experts"):
+            return tuple(range(first) if part == "mlp" else range(first, self.layers))
         if self.recurrent is None or part not in ("attn", self.state_part):
             return tuple(range(self.layers))
         return tuple(i for i, recurrent in enumerate(self.recurrent.layers) if recurrent == (part != "attn"))

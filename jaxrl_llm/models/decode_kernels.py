@@ -61,14 +61,16 @@ class PartialAttention(NamedTuple):
 
 def form_for(config: Attention, slots: int, mesh: Mesh | AbstractMesh | None) -> ByLength | None:
     """Return the kernels for a model and a mesh; None for the plain form, which reads all columns of every row: on
-    CPUs, on a mesh that divides the slots unevenly, and on GPUs that are too old, or unless the heads are a power of
-    two wide.
+    CPUs, on a mesh that divides the slots unevenly, for latent attention, and on GPUs that are too old, or unless the
+    heads are a power of two wide.
     """
     platform = jax.default_backend() if mesh is None else platform_of(mesh)
     platform = "gpu" if platform in ("cuda", "rocm") else platform
     if platform not in ("tpu", "gpu") or (mesh is not None and slots % batch_parts(mesh)):
         return None
     width = config.head_dim
+    if config.latent is not None:
+        return None
     powers = width & (width - 1) == 0 and 16 <= width <= 256
     return ByLength(platform) if platform == "tpu" or (powers and has_bfloat16(device_of(mesh))) else None
 

@@ -4,6 +4,7 @@ Layers are stacked on a leading axis L and run by ``lax.scan``.
 """
 
 import collections
+import dataclasses
 import functools
 import itertools
 import math
@@ -316,6 +317,9 @@ def scan_layers(
     return x, _join(outputs)
 
 
+LATENT_EPS = 1e-6
+"""``Norm.eps`` of latent vectors, whatever the model's is."""
+
 Attend = Callable[..., jax.Array]
 """(q [B, S, K, N / K, H], k [B, K, H, S], v [B, K, S, H], sinks=[K, N / K] or None) -> [B, S, K, N / K, H]. Rotary is
 already applied. On a mesh K counts the copies of heads.
@@ -348,16 +352,21 @@ def block(
             h = recurrent.short_convolution(w.conv, functools.partial(linear, w, "conv"), h, sequences)
     else:
         with jax.named_scope("attention"):
-            h = self_attention(w, config, h, cos_sin, attend)
+            if config.attention.latent is None:
+                h = self_attention(w, config, h, cos_sin, attend)
+            else:
+                h = latent_attention(w, config, h, cos_sin, attend, isinstance(sequences, recurrent.Continuation))
     x = add_residual(x, norm(h, w.norms.attn_post[...]) if post else h, config)
     h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
     routing = None
-    if config.experts is None:
+    if not hasattr(w, "experts"):
         h = mlp(w, config, h)
     else:
         with jax.named_scope("experts"):
             routed, routing = layer_experts(w, config, h, replayed, compute)
             routed = activation(routed, "residual")
+        if hasattr(w, "shared"):
+            routed += mlp(w, config, h, "shared")
         if hasattr(w, "mlp"):
             gate = jax.nn.sigmoid(layers.product("bsd,d->bs", h, w.experts.shared_gate[...]))
             routed += gate[..., None].astype(h.dtype) * mlp(w, config, h)
@@ -386,6 +395,44 @@ def self_attention(
     return out + w.attn.o_bias[...][None, None] if hasattr(w.attn, "o_bias") else out
 
 
+def latent_attention(
+    w: Weights,
+    config: ModelConfig,
+    h: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    cached: bool,
+) -> jax.Array:
+    """Apply a layer's latent attention to the normalised h [B, S, D]: see ``block``. Over a cache (``cached``), which
+    holds latent vectors and rotated keys, queries are multiplied by the matrix of the keys, and what they read by that
+    of the values; elsewhere keys and values are made, which takes fewer products for as many queries as keys.
+    """
+    settings = config.attention
+    latent = settings.latent
+    if latent is None:
+        raise ValueError(f"a model of the family {config.family} has no latent attention")
+    norm = functools.partial(layers.rms_norm, norm=dataclasses.replace(config.norm, eps=LATENT_EPS))
+    rotate = functools.partial(layers.rotate, cos_sin=cos_sin, interleaved=settings.rope.interleaved)
+    source = norm(linear(w, "attn", "q_latent", h), w.attn.q_latent_norm[...]) if latent.query_rank else h
+    q = activation(linear(w, "attn", "q", source), "heads")
+    plain, rotated = q[..., : latent.plain_dim], rotate(q[..., latent.plain_dim :])
+    vectors = norm(linear(w, "attn", "latent", h), w.attn.latent_norm[...])
+    k_rotated = rotate(linear(w, "attn", "k_rotary", h)[:, :, None])
+    k_up, v_up = (x[...].astype(h.dtype) for x in (w.attn.k_up, w.attn.v_up))
+    if cached:
+        q = jnp.concatenate([jnp.einsum("bsna,zna->bsnz", plain, k_up), rotated], axis=-1)
+        k = jnp.concatenate([vectors[:, :, None], k_rotated], axis=-1)
+        mixed = attend_with_copies(attend, head_copies(1), q, k, k[..., :0])
+        out = jnp.einsum("bsnz,znu->bsnu", mixed, v_up)
+    else:
+        k = activation(layers.project(vectors, k_up), "heads")
+        k = jnp.concatenate([k, jnp.broadcast_to(k_rotated, (*k.shape[:3], latent.rotary_dim))], axis=-1)
+        v = activation(layers.project(vectors, v_up), "heads")
+        q = jnp.concatenate([plain, rotated], axis=-1)
+        out = attend_with_copies(attend, head_copies(settings.heads), q, k, v)
+    return activation(linear(w, "attn", "o", activation(out, "heads")), "residual")
+
+
 def layer_experts(
     w: Weights, config: ModelConfig, h: jax.Array, replayed: jax.Array | None, compute: ComputeOptions
 ) -> tuple[jax.Array, jax.Array]:
@@ -406,11 +453,11 @@ def add_residual(x: jax.Array, change: jax.Array, config: ModelConfig) -> jax.Ar
     return x + (change if scale == 1.0 else change * jnp.asarray(scale, change.dtype))
 
 
-def mlp(w: Weights, config: ModelConfig, h: jax.Array) -> jax.Array:
-    """Apply a layer's MLP, or its shared expert, to the normalised h [B, S, D]."""
+def mlp(w: Weights, config: ModelConfig, h: jax.Array, part: str = "mlp") -> jax.Array:
+    """Apply a layer's MLP, or its ``shared`` expert, to the normalised h [B, S, D]."""
     with jax.named_scope("mlp"):
-        gate, up = (activation(linear(w, "mlp", name, h), "mlp") for name in ("gate", "up"))
-        h = linear(w, "mlp", "down", layers.ACTIVATIONS[config.activation](gate) * up)
+        gate, up = (activation(linear(w, part, name, h), "mlp") for name in ("gate", "up"))
+        h = linear(w, part, "down", layers.ACTIVATIONS[config.activation](gate) * up)
         return activation(h, "residual")
 
 
@@ -431,8 +478,8 @@ def attend_with_copies(
         q = activation(q.reshape(*q.shape[:2], -1, each, width), "heads")
         k, v = (activation(jnp.repeat(x, copies, axis=2), "heads") for x in (k, v))
     out = attend(q, jnp.moveaxis(k, 1, 3), jnp.swapaxes(v, 1, 2), sinks=sinks)
-    out = out.reshape(*out.shape[:2], heads, -1, width)[:, :, :, :group]
-    return out.reshape(*out.shape[:2], -1, width)
+    out = out.reshape(*out.shape[:2], heads, -1, out.shape[-1])[:, :, :, :group]
+    return out.reshape(*out.shape[:2], -1, out.shape[-1])
 
 
 def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
@@ -550,7 +597,8 @@ def forward_flops(config: ModelConfig, tokens: float, pairs: float, predictions:
     head = config.width * config.vocab_size
     states = 0 if r is None else sum(r.layers) * r.value_heads * r.key_dim * r.value_dim
     products = layers + 3 * states
-    return 2.0 * products * tokens + 2.0 * head * predictions + 4.0 * a.heads * a.head_dim * pairs
+    widths = a.head_dim + (a.head_dim if a.latent is None else a.latent.value_dim)
+    return 2.0 * products * tokens + 2.0 * head * predictions + 2.0 * a.heads * widths * pairs
 
 
 def training_flops(

@@ -27,11 +27,11 @@ from jaxrl_llm.sharding import BATCH, constrain, fit_spec, head_copies
 
 
 class Cache(NamedTuple):
-    """Keys [L, B, K, H, S] and values [L, B, K, S, H]; column s of a row holds its position s. On a mesh whose
-    ``tensor`` is no divisor of K, each head is there several times (``head_copies``). Of int8 ones ``scales`` float32
-    [L, B, K, 2, S] are the factors of each head's key and value in a column; None for others. L counts the layers with
-    attention. ``state``: the ``recurrent.State`` of the other layers, [L', B, ...], after what is valid of each row's
-    columns; None without such layers, and of what has columns alone.
+    """Keys [L, B, K, H, S] and values [L, B, K, S, H] (widths: ``Attention.cached``); column s of a row holds its
+    position s. On a mesh whose ``tensor`` is no divisor of K, each head is there several times (``head_copies``). Of
+    int8 ones ``scales`` float32 [L, B, K, 2, S] are the factors of each head's key and value in a column; None for
+    others. L counts the layers with attention. ``state``: the ``recurrent.State`` of the other layers, [L', B, ...],
+    after what is valid of each row's columns; None without such layers, and of what has columns alone.
     """
 
     k: Any
@@ -47,11 +47,10 @@ class Cache(NamedTuple):
 
 def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cache:
     """Return a cache of zeros on ``jax.set_mesh``'s mesh, for ``rows`` sequences of up to ``columns`` positions."""
-    heads = config.attention.kv_heads
+    heads, key, value = config.attention.cached
     outer = (len(config.layers_with("attn")), rows, heads * head_copies(heads))
-    width = config.attention.head_dim
     scales = jnp.zeros((*outer, 2, columns), jnp.float32) if dtype == jnp.int8 else None
-    k, v = jnp.zeros((*outer, width, columns), dtype), jnp.zeros((*outer, columns, width), dtype)
+    k, v = jnp.zeros((*outer, key, columns), dtype), jnp.zeros((*outer, columns, value), dtype)
     return Cache(k, v, scales, empty_state(config, rows))
 
 
@@ -62,7 +61,8 @@ def stored(k: jax.Array, v: jax.Array, dtype: Any) -> Cache:
     if dtype != jnp.int8:
         return Cache(k, v)
     k, v = k.astype(jnp.float32), v.astype(jnp.float32)
-    scales = jnp.stack([jnp.max(jnp.abs(k), axis=2), jnp.max(jnp.abs(v), axis=3)], axis=2) / 127
+    largest = functools.partial(jnp.max, initial=0.0)
+    scales = jnp.stack([largest(jnp.abs(k), axis=2), largest(jnp.abs(v), axis=3)], axis=2) / 127
     factors = jnp.where(scales > 0, 1 / scales, 0)
     k, v = k * factors[:, :, :1], v * factors[:, :, 1, :, None]
     return Cache(jnp.round(k).astype(jnp.int8), jnp.round(v).astype(jnp.int8), scales)
@@ -286,7 +286,7 @@ def extend(
             parts = new_columns if main is None else [main, *new_columns]
             s = jnp.concatenate([_scores(config, q, part) for part in parts], -1)
             weights = layers.attention_weights(s, visible[:, None, :, None], sinks)
-            mix = lambda weights, part: layers.mix(*_weighted(weights, part, v.dtype))  # noqa: E731
+            mix = lambda weights, part: layers.mix(*_weighted(config, weights, part, v.dtype))  # noqa: E731
             mixed = mix(weights[..., len(columns) :], new_columns[0])
             return mixed + mix(weights[..., : len(columns)], main) if cache else mixed
 
@@ -406,7 +406,7 @@ def _attend_part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.A
     scores = jnp.where(visible, _scores(config, q, cache), layers.MASKED)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - top)
-    mixed = layers.product("bkgz,bkzh->bkgh", *_weighted(weights, cache, q.dtype))
+    mixed = layers.product("bkgz,bkzh->bkgh", *_weighted(config, weights, cache, q.dtype))
     return PartialAttention(top, jnp.sum(weights, axis=-1, keepdims=True), mixed)
 
 
@@ -418,11 +418,15 @@ def _scores(config: ModelConfig, q: jax.Array, cache: Cache) -> jax.Array:
     return layers.attention_scores(q, cache.k.astype(q.dtype), config.attention, scale)
 
 
-def _weighted(weights: jax.Array, cache: Cache, dtype: Any) -> tuple[jax.Array, jax.Array]:
-    """Return weights [B, K, ..., Z] and values of one layer as factors of a product in ``dtype``."""
+def _weighted(config: ModelConfig, weights: jax.Array, cache: Cache, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """Return weights [B, K, ..., Z] and values of one layer as factors of a product in ``dtype``. Latent vectors are
+    the first numbers of keys.
+    """
+    latent = config.attention.latent
+    values = cache.v if latent is None else jnp.swapaxes(cache.k[:, :, : latent.rank], 2, 3)
     if cache.scales is not None:
-        weights = weights * jnp.expand_dims(cache.scales[:, :, 1], range(2, weights.ndim - 1))
-    return weights.astype(dtype), cache.v.astype(dtype)
+        weights = weights * jnp.expand_dims(cache.scales[:, :, int(latent is None)], range(2, weights.ndim - 1))
+    return weights.astype(dtype), values.astype(dtype)
 
 
 def _attend_chunk(config: ModelConfig, q: jax.Array, chunk: Cache, step: Any, window: Any) -> PartialAttention:
@@ -450,18 +454,17 @@ def _attend_prefix(
 ) -> PartialAttention:
     """Attend over each row's shared prefix: queries [B, K, N / K, H] and results move, both small."""
     count = blocks.v.shape[0]
-    (_, heads, queries, width) = q.shape
+    (_, heads, queries, _) = q.shape
 
     by_block = functools.partial(_gather_by_part, index=prefix.rows, count=count)
     columns = jnp.arange(blocks.v.shape[2])[None, None]
     distance = by_block(positions)[..., None] - columns
     visible = (columns < by_block(prefix.lengths)[..., None]) & ((window == 0) | (distance < window))
     visible = jnp.repeat(visible, queries, axis=1)[:, None]
-    block_queries = by_block(q).swapaxes(1, 2).reshape(count, heads, -1, width)
+    block_queries = by_block(q).swapaxes(1, 2).reshape(count, heads, -1, q.shape[-1])
     attention = jnp.concatenate(_attend_part(config, block_queries, blocks, visible), axis=-1)
-    attention = (
-        attention.reshape(count, heads, -1, queries, width + 2).swapaxes(1, 2).reshape(-1, heads, queries, width + 2)
-    )
+    size = attention.shape[-1]
+    attention = attention.reshape(count, heads, -1, queries, size).swapaxes(1, 2).reshape(-1, heads, queries, size)
     attention = _gather_by_part(attention, prefix.lanes, len(positions))[:, 0]
     return PartialAttention(attention[..., :1], attention[..., 1:2], attention[..., 2:])
 

@@ -246,14 +246,20 @@ def routes_shape(config: ModelConfig, *outer: int) -> jax.ShapeDtypeStruct | Non
     experts = config.experts
     if experts is None:
         return None
-    return jax.ShapeDtypeStruct((*outer, config.layers, experts.active), expert_id_dtype(experts))
+    return jax.ShapeDtypeStruct((*outer, len(config.layers_with("experts")), experts.active), expert_id_dtype(experts))
 
 
 def route(
-    router: jax.Array, experts: Experts, x: jax.Array, replayed: jax.Array | None = None, bias: jax.Array | None = None
+    router: jax.Array,
+    experts: Experts,
+    x: jax.Array,
+    replayed: jax.Array | None = None,
+    bias: jax.Array | None = None,
+    choice_bias: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Choose the experts of tokens x [T, D] by the router's weights [D, E], and its ``bias`` [E]. Returns weights
-    float32[T, k]; the experts taken int32[T, k]; and those of the largest probabilities, int32[T, k].
+    """Choose the experts of tokens x [T, D] by the router's weights [D, E], its ``bias`` [E], and a ``choice_bias`` [E]
+    that the weights do not have. Returns weights float32[T, k]; the experts taken int32[T, k]; and the router's own
+    choice, int32[T, k].
 
     ``replayed`` int[T, k]: experts to take in place of the router's own; a negative number takes its own. The weights
     come from the live probabilities all the same, so the router learns.
@@ -262,8 +268,12 @@ def route(
     exact = jax.lax.Precision.HIGHEST
     scores = jnp.einsum("td,de->te", x.astype(jnp.float32), router.astype(jnp.float32), precision=exact)
     scores = scores if bias is None else scores + bias.astype(jnp.float32)[None]
-    probabilities = jax.nn.softmax(scores, axis=-1)
+    probabilities = jax.nn.sigmoid(scores) if experts.sigmoid else jax.nn.softmax(scores, axis=-1)
     compared = jax.lax.stop_gradient(probabilities)
+    if choice_bias is not None:
+        compared = compared + choice_bias.astype(jnp.float32)[None]
+    if experts.groups > 1:
+        compared = among_groups(compared, experts)
     if experts.bits:
         compared = jax.lax.reduce_precision(compared, 8, experts.bits)
     _, top_ids = jax.lax.top_k(compared, experts.active)
@@ -271,7 +281,16 @@ def route(
     weights = jnp.take_along_axis(probabilities, ids, axis=1)
     if experts.renormalise:
         weights /= jnp.sum(weights, axis=1, keepdims=True)
-    return weights, ids, top_ids
+    return weights * experts.scaling if experts.scaling != 1.0 else weights, ids, top_ids
+
+
+def among_groups(compared: jax.Array, experts: Experts) -> jax.Array:
+    """Return what experts [T, E] are compared by, -inf outside of the groups that a token takes."""
+    grouped = compared.reshape(len(compared), experts.groups, -1)
+    best_two = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
+    _, taken = jax.lax.top_k(best_two, experts.active_groups)
+    is_taken = jnp.any(taken[:, :, None] == jnp.arange(experts.groups)[None, None], axis=1)
+    return jnp.where(is_taken[:, :, None], grouped, -jnp.inf).reshape(compared.shape)
 
 
 def gating(config: ModelConfig) -> Gating:
@@ -296,13 +315,14 @@ def mixture(
     compute: ComputeOptions = ComputeOptions(),
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the experts of one layer for x [B, S, D]; returns the output [B, S, D], and the router's choice [B, S,
-    k]. ``w`` has ``router`` [D, E], perhaps ``router_bias`` [E], and the ``Matrices`` by name. ``replayed``: experts
-    int[B, S, k] to take in place of the router's, which a negative number takes, or None. ``compute.experts``: the
-    form.
+    k]. ``w`` has ``router`` [D, E], perhaps ``router_bias`` and ``choice_bias`` [E], and the ``Matrices`` by name.
+    ``replayed``: experts int[B, S, k] to take in place of the router's, which a negative number takes, or None.
+    ``compute.experts``: the form.
     """
     mesh = jax.sharding.get_abstract_mesh()
     matrices = Matrices(*(getattr(w, name)[...] if hasattr(w, name) else None for name in Matrices._fields))
-    router = (w.router[...], w.router_bias[...] if hasattr(w, "router_bias") else None)
+    bias, choice_bias = (getattr(w, name)[...] if hasattr(w, name) else None for name in ("router_bias", "choice_bias"))
+    router = (w.router[...], bias, choice_bias)
     if config.experts is None:
         raise ValueError(f"a dense model of the family {config.family} has no experts")
     form = FORMS[compute.experts]
@@ -324,7 +344,7 @@ def mixture(
 
 
 def _device_mixture(
-    router: tuple[jax.Array, jax.Array | None],
+    router: tuple[jax.Array, jax.Array | None, jax.Array | None],
     matrices: Matrices,
     x: jax.Array,
     replayed: jax.Array | None,
@@ -342,7 +362,7 @@ def _device_mixture(
     gathers = experts is not None and experts in rows
     flat = x.reshape(-1, x.shape[-1])
     replayed_ids = None if replayed is None else replayed.reshape(len(flat), -1)
-    weights, ids, top_ids = route(router[0], settings, flat, replayed_ids, router[1])
+    weights, ids, top_ids = route(router[0], settings, flat, replayed_ids, *router[1:])
     if gathers:
         flat, weights, ids = (jax.lax.all_gather(t, experts, tiled=True) for t in (flat, weights, ids))
     count = len(matrices.gate)

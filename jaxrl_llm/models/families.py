@@ -142,6 +142,23 @@ GATED_QUERIES = (
     Tensor(LAYER + "self_attn.q_proj.query", "blocks.attn.q", "NH D", "DNH"),
     Tensor(LAYER + "self_attn.q_proj.gate", "blocks.attn.gate", "NH D", "DNH"),
 )
+SELF = LAYER + "self_attn."
+LATENT_ATTENTION = (
+    ATTENTION[0],
+    Tensor(SELF + "q_a_proj.weight", "blocks.attn.q_latent", "Q D", "DQ"),
+    Tensor(SELF + "q_a_layernorm.weight", "blocks.attn.q_latent_norm", "Q", "Q"),
+    Tensor(SELF + "q_b_proj.weight", "blocks.attn.q", "NH Q", "QNH"),
+    Tensor(SELF + "kv_a_proj_with_mqa.latent", "blocks.attn.latent", "Z D", "DZ"),
+    Tensor(SELF + "kv_a_proj_with_mqa.rotary", "blocks.attn.k_rotary", "B D", "DB"),
+    Tensor(SELF + "kv_a_layernorm.weight", "blocks.attn.latent_norm", "Z", "Z"),
+    Tensor(SELF + "kv_b_proj.key", "blocks.attn.k_up", "NA Z", "ZNA"),
+    Tensor(SELF + "kv_b_proj.value", "blocks.attn.v_up", "NU Z", "ZNU"),
+    Tensor(SELF + "o_proj.weight", "blocks.attn.o", "D NU", "NUD"),
+)
+FUSED_LATENTS = (
+    Fused(SELF + "kv_a_proj_with_mqa.weight", tuple(SELF + f"kv_a_proj_with_mqa.{x}" for x in ("latent", "rotary"))),
+    Fused(SELF + "kv_b_proj.weight", tuple(SELF + f"kv_b_proj.{x}" for x in ("key", "value")), groups="N"),
+)
 DELTA = LAYER + "linear_attn."
 DELTA_NET = (
     *(
@@ -213,7 +230,13 @@ FIELDS = types.MappingProxyType({
     "num_experts": "experts.count", "num_local_experts": "experts.count", "num_experts_per_tok": "experts.active",
     "moe_intermediate_size": "experts.width", "shared_expert_intermediate_size": "experts.shared_width",
     "norm_topk_prob": "experts.renormalise", "swiglu_limit": "experts.limit", "swiglu_alpha": "experts.alpha",
-    "norm_eps": "norm.eps", "linear_conv_kernel_dim": "recurrent.kernel", "conv_L_cache": "recurrent.kernel",
+    "n_routed_experts": "experts.count", "first_k_dense_replace": "experts.dense_layers", "n_group": "experts.groups",
+    "topk_group": "experts.active_groups", "routed_scaling_factor": "experts.scaling",
+    "kv_lora_rank": "attention.latent.rank", "q_lora_rank": "attention.latent.query_rank",
+    "qk_nope_head_dim": "attention.latent.plain_dim", "qk_rope_head_dim": "attention.latent.rotary_dim",
+    "v_head_dim": "attention.latent.value_dim", "rope_interleave": "attention.rope.interleaved",
+    "use_qk_norm": "attention.normed", "norm_eps": "norm.eps",
+    "linear_conv_kernel_dim": "recurrent.kernel", "conv_L_cache": "recurrent.kernel",
     "linear_num_key_heads": "recurrent.key_heads", "linear_num_value_heads": "recurrent.value_heads",
     "linear_key_head_dim": "recurrent.key_dim", "linear_value_head_dim": "recurrent.value_dim",
 })  # fmt: skip
@@ -267,6 +290,21 @@ _SHARED_EXPERT = (
     Tensor(LAYER + "mlp.shared_expert.down_proj.weight", "blocks.mlp.down", "D S", "SD"),
     Tensor(LAYER + "mlp.shared_expert_gate.weight", "blocks.experts.shared_gate", "1 D", "D"),
 )
+
+_GROUPED: dict[str, Any] = {
+    "n_routed_experts": REQUIRED, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": REQUIRED,
+    "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
+}  # fmt: skip
+_GROUPED_CONSTANTS = {"experts.sigmoid": True}
+_GROUPED_REQUIRED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_GROUPED_TENSORS = (
+    *(*MATRICES[4:], *EXPERTS),
+    Tensor(LAYER + "mlp.gate.e_score_correction_bias", "blocks.experts.choice_bias", "E", "E"),
+    Tensor(LAYER + "mlp.shared_experts.gate_proj.weight", "blocks.shared.gate", "S D", "DS"),
+    Tensor(LAYER + "mlp.shared_experts.up_proj.weight", "blocks.shared.up", "S D", "DS"),
+    Tensor(LAYER + "mlp.shared_experts.down_proj.weight", "blocks.shared.down", "D S", "SD"),
+)
+_NEXT_TOKENS = ("model.layers.{layers}.",)  # layers that predict several tokens
 
 LLAMA = Family(
     "llama", "LlamaForCausalLM", "LlamaForSequenceClassification", _defaults(),
@@ -426,13 +464,13 @@ _ALL = (
         slides=_is_linear, recurrent=("delta", "linear_attention"), skipped=("mtp.",),
     ),
     Family(
-        "qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen3_5ForSequenceClassification",
+        "qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification",
         _defaults(num_key_value_heads=4, **_QWEN3_5),
         constants=_HYBRID_CONSTANTS, tensors=(*_HYBRID_TENSORS, *MATRICES[4:]), fused=_QWEN3_5_FUSED,
         slides=_is_linear, recurrent=("delta", "linear_attention"), skipped=("mtp.",),
     ),
     Family(
-        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForSequenceClassification",
+        "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "",
         _defaults(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
                   shared_expert_intermediate_size=512, intermediate_size=512, **_QWEN3_5),
         constants=_HYBRID_CONSTANTS | {"experts.renormalise": True},
@@ -464,6 +502,22 @@ _ALL = (
         slides=lambda attributes, layer: layer not in (attributes["full_attn_idxs"] or (layer,)),
         recurrent=("conv", "conv"),
     ),
+    Family(
+        "deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification",
+        _defaults(num_key_value_heads=128, max_position_embeddings=4096, kv_lora_rank=512, q_lora_rank=1536,
+                  qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope_interleave=True, **_GROUPED),
+        constants=_GROUPED_CONSTANTS, required=_GROUPED_REQUIRED,
+        tensors=(*EMBEDDINGS, *LATENT_ATTENTION, *_GROUPED_TENSORS, *PRE_NORMS),
+        fused=FUSED_LATENTS, skipped=_NEXT_TOKENS,
+    ),
+    Family(
+        "glm4_moe", "Glm4MoeForCausalLM", "",
+        _defaults(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, partial_rotary_factor=0.5,
+                  attention_bias=False, use_qk_norm=False, **_GROUPED),
+        constants=_GROUPED_CONSTANTS, required=_GROUPED_REQUIRED,
+        tensors=(*EMBEDDINGS, *ATTENTION, *BIASES, *HEAD_NORMS, *_GROUPED_TENSORS, *PRE_NORMS),
+        skipped=_NEXT_TOKENS,
+    ),
 )  # fmt: skip
 FAMILIES: Mapping[str, Family] = types.MappingProxyType({family.model_type: family for family in _ALL})
 
@@ -479,7 +533,13 @@ def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
     """Return the tensors that a checkpoint of this model, a reward model if ``scalar``, holds: no LM head if tied."""
     absent = {"head"} if scalar or config.embeddings.tied else set()
     absent |= set() if config.attention.biased else {tensor.path for tensor in BIASES}
+    absent |= set() if config.attention.normed else {tensor.path for tensor in HEAD_NORMS}
     tensors = tuple(tensor for tensor in FAMILIES[config.family].tensors if tensor.path not in absent)
+    tensors = tuple(tensor for tensor in tensors if layers_of(tensor, config) or not tensor.layered)
+    if config.attention.latent is not None:
+        plain = config.attention.latent.query_rank == 0
+        others = LATENT_ATTENTION[1:4] if plain else LATENT_ATTENTION[:1]
+        tensors = tuple(tensor for tensor in tensors if tensor not in others)
     # The tensor that replaces the LM head in a reward model.
     return (*tensors, Tensor("score.weight", "scalar", "1 D", "D")) if scalar else tensors
 
@@ -505,6 +565,9 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
     }  # fmt: skip
     if config.experts is not None:
         sizes |= {"E": config.experts.count, "I": config.expert_width, "S": config.experts.shared_width}
+    if (latent := attention.latent) is not None:
+        sizes |= {"Q": latent.query_rank, "Z": latent.rank, "A": latent.plain_dim, "B": latent.rotary_dim}
+        sizes |= {"U": latent.value_dim}
     if config.recurrent is not None:
         sizes |= {"P": config.recurrent.key_heads, "X": config.recurrent.key_dim, "C": config.width}
         sizes |= {"M": config.recurrent.value_heads, "Y": config.recurrent.value_dim, "W": config.recurrent.kernel}

@@ -19,6 +19,7 @@ from jaxrl_llm.models.config import (
     Attention,
     Embeddings,
     Experts,
+    Latent,
     Llama3Rope,
     ModelConfig,
     Norm,
@@ -44,10 +45,13 @@ IGNORED = frozenset(
     pretraining_tp is_llama_config transformers.js_config cache_implementation hidden_act
     _attn_implementation _attn_implementation_autoset _sliding_window_pattern id2label label2id num_labels
     problem_type return_dict output_attentions output_hidden_states unsloth_fixed unsloth_version
-    router_aux_loss_coef output_router_logits experts_per_token initial_context_length
+    router_aux_loss_coef output_router_logits experts_per_token initial_context_length aux_loss_alpha seq_aux ep_size
+    num_nextn_predict_layers num_mtp_layers qk_head_dim
     """.split()
 )
 """Attributes that a family's table may omit: they are read elsewhere, or do not affect a forward pass."""
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 _NEUTRAL = {"partial_rotary_factor": 1.0, "decoder_sparse_step": 1}
 
@@ -71,7 +75,9 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         attributes = text_attributes(attributes)
         family = family_of(attributes.get("model_type"))
         # Versions of transformers write two names for one attribute.
-        spellings = {"num_local_experts": "num_experts", "num_experts": "num_local_experts"}
+        spellings = {
+            old: new for old in EXPERT_COUNTS for new in EXPERT_COUNTS if old != new and new in family.defaults
+        }
         spellings["_sliding_window_pattern"] = "sliding_window_pattern"
         spellings = {
             old: new for old, new in spellings.items() if new in family.defaults and old not in family.defaults
@@ -117,13 +123,19 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         }
         if family.scaled_embedding:
             values["embeddings.scale"] = float(fields["hidden_size"] ** 0.5)
+        if "n_shared_experts" in fields:
+            values["experts.shared_width"] = fields["n_shared_experts"] * fields["moe_intermediate_size"]
+        if "kv_lora_rank" in fields:
+            values["attention.rope.dims"] = fields["qk_rope_head_dim"]
+            values["attention.latent.query_rank"] = fields["q_lora_rank"] or 0
         if "query_pre_attn_scalar" in fields:
             values["attention.scale"] = float(fields["query_pre_attn_scalar"]) ** -0.5
         parts: dict[str, dict[str, Any]] = collections.defaultdict(dict)
         for path, value in values.items():
             part, _, name = path.rpartition(".")
             parts[part][name] = value
-        attention = Attention(rope=Rope(**parts["attention.rope"]), **parts["attention"])
+        latent = Latent(**parts["attention.latent"]) if "attention.latent" in parts else None
+        attention = Attention(rope=Rope(**parts["attention.rope"]), latent=latent, **parts["attention"])
         embeddings = Embeddings(**parts["embeddings"])
         experts = Experts(**parts["experts"]) if "experts" in parts else None
         recurrent = Recurrent(**parts["recurrent"]) if "recurrent" in parts else None
@@ -205,6 +217,10 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         # The rounding of x ** -0.5 ** -2 is undone where x was an integer.
         integral = abs(denominator - round(denominator)) < 1e-6 * denominator
         attributes["query_pre_attn_scalar"] = round(denominator) if integral else denominator
+    if (latent := config.attention.latent) is not None:
+        attributes |= {"head_dim": latent.rotary_dim, "q_lora_rank": latent.query_rank or None}
+    if "n_shared_experts" in family.defaults and config.experts is not None:
+        attributes["n_shared_experts"] = config.experts.shared_width // config.expert_width
     windows = config.attention.windows or (0,) * config.layers
     sliding = {
         "sliding_window": max(windows) or None,
@@ -276,6 +292,7 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
         max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
         shared_expert_intermediate_size linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads
         linear_key_head_dim linear_value_head_dim conv_L_cache full_attention_interval block_multiple_of
+        n_routed_experts kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_group topk_group
     """.split()
     for name in (name for name in counts if name in fields):
         optional = (fields[name] is None and name == "head_dim") or (not fields[name] and name == "sliding_window")
@@ -285,13 +302,17 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
     if fields["num_hidden_layers"] > 10_000:
         raise InputError(f"config.json sets num_hidden_layers={fields['num_hidden_layers']}; at most 10000 are read")
     _multiple(fields, "num_attention_heads", "num_key_value_heads")
-    experts = fields.get("num_experts", fields.get("num_local_experts"))
+    experts = next((fields[name] for name in EXPERT_COUNTS if name in fields), None)
     if experts is not None and fields["num_experts_per_tok"] > experts:
         raise InputError(f"config.json sets num_experts_per_tok={fields['num_experts_per_tok']} of {experts} experts")
     if fields["head_dim"] is None:
         fields["head_dim"] = _multiple(fields, "hidden_size", "num_attention_heads")
     if "no_rope_layers" in fields:
         fields["no_rope_layers"] = _rotating_layers(fields)
+    if "kv_lora_rank" in fields:
+        fields["head_dim"] = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
+    if "n_group" in fields:
+        _multiple(fields, "n_routed_experts", "n_group")
     if "linear_num_key_heads" in fields:
         _multiple(fields, "linear_num_value_heads", "linear_num_key_heads")
     if fields.get("block_auto_adjust_ff_dim"):
@@ -448,7 +469,9 @@ def _read_scaling(
             return Llama3Rope(*factors, original_positions=original)
         factor = fields["max_position_embeddings"] / original if rope["factor"] is None else float(rope["factor"])
         fast, slow = (float(rope.get(name) or default) for name, default in (("beta_fast", 32), ("beta_slow", 1)))
-        return Yarn(factor, original, fast, slow, _magnitude(rope, factor), _typed("truncate", rope, True))
+        all_dims = float(rope.get("mscale_all_dim") or 0) if "kv_lora_rank" in fields else 0.0
+        truncate = _typed("truncate", rope, True)
+        return Yarn(factor, original, fast, slow, _magnitude(rope, factor), truncate, all_dims)
     except KeyError as error:
         raise InputError(f"config.json: rope type {kind!r} needs {error.args[0]!r}") from None
 
@@ -475,7 +498,7 @@ def write_scaling(scaling: Llama3Rope | Yarn | float | None) -> dict[str, Any] |
         return {
             "rope_type": "yarn", "factor": scaling.factor, "beta_fast": scaling.fast, "beta_slow": scaling.slow,
             "original_max_position_embeddings": scaling.original_positions, "attention_factor": scaling.magnitude,
-            "truncate": scaling.truncate,
+            "truncate": scaling.truncate, **({"mscale_all_dim": scaling.all_dims} if scaling.all_dims else {}),
         }  # fmt: skip
     return None if scaling is None else {"rope_type": "linear", "factor": float(scaling)}
 

@@ -123,7 +123,9 @@ def read_adapter(folder: Path, config: ModelConfig) -> Any:
         ranks = {layer: rank_and_scale(settings, name) for layer, name in names.items() if is_target(settings, name)}
         if ranks:
             part, matrix = target_of(tensor).split("/")
-            both_factors = {side.path: stacked_factor(folder, side, config, ranks, stored) for side in factors(tensor)}
+            both_factors = {
+                side.path: stacked_factor(folder, side, config, (*names,), ranks, stored) for side in factors(tensor)
+            }
             parameters.setdefault(part, {})[matrix] = both_factors
     foreign = next(iter(stored), None)
     require(
@@ -140,14 +142,15 @@ def stacked_factor(
     folder: Path,
     side: Tensor,
     config: ModelConfig,
+    layers: tuple[int, ...],
     ranks: Mapping[int, tuple[int, float]],
     stored: dict[str, StoredTensor],
 ) -> np.ndarray:
-    """Take one factor of all layers, with our axes, out of ``stored``; ``ranks``: rank and scale of each adapted
-    layer.
+    """Take one factor of all ``layers`` that have the matrix, with our axes, out of ``stored``; ``ranks``: rank and
+    scale of each adapted layer.
     """
     sizes = axis_sizes(config) | {"R": max(rank for rank, scale in ranks.values())}
-    out = np.zeros((config.layers, *(sizes[letter] for letter in side.axes)), np.float32)
+    out = np.zeros((len(layers), *(sizes[letter] for letter in side.axes)), np.float32)
     for layer, (rank, scale) in ranks.items():
         name, layer_sizes = side.name.format(layer), sizes | {"R": rank}
         require(name in stored, f"{folder / WEIGHTS} lacks {name}, which {CONFIG} names: fetch both again")
@@ -159,7 +162,7 @@ def stacked_factor(
         )
         value = to_ours(side, tensor.read().astype(np.float32), layer_sizes)
         place = tuple(slice(layer_sizes[letter]) for letter in side.axes)
-        out[layer][place] = value * scale if side.path == "b" else value
+        out[layers.index(layer)][place] = value * scale if side.path == "b" else value
     return out
 
 
@@ -188,8 +191,8 @@ def save_adapter(
         part, name = target_of(tensor).split("/")
         values = to_parameters(adapter)["blocks"][part][name]
         for side in factors(tensor):
-            for layer in range(config.layers):
-                stored[side.name.format(layer)] = to_hf(side, np.asarray(values[side.path][layer], np.float32), sizes)
+            for place, layer in enumerate(layers_of(tensor, config)):
+                stored[side.name.format(layer)] = to_hf(side, np.asarray(values[side.path][place], np.float32), sizes)
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,

@@ -14,10 +14,12 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.layers import rms_norm, wide_dtype
-from jaxrl_llm.sharding import activation
+from jaxrl_llm.sharding import BATCH, activation, fit_spec
 
 CHUNK = 64
 """Tokens of a chunk, a power of two."""
@@ -93,75 +95,94 @@ def plain_chunks(rows: int, tokens: int) -> Chunks:
 
 def delta_rule(x: Delta, states: jax.Array, chunks: Chunks) -> tuple[jax.Array, jax.Array]:
     """Apply the gated delta rule to rows of tokens; ``states`` [A, B, P, R, X, Y]. Returns what the tokens read, [B, S,
-    P, R, Y], and the states after the last chunk.
+    P, R, Y], and the states after the last chunk. Each device computes its own rows and heads.
     """
-    tokens, size = x.q.shape[1], chunks.seen.shape[-1]
-    q, k, v, log_decay, strength = (_chunked(t.astype(states.dtype), size) for t in x)
-    q, k, v = (jnp.moveaxis(t, 2, -2) for t in (q, k, v))
-    log_decay, strength = (jnp.moveaxis(t, 2, -1) for t in (log_decay, strength))
-    seen = chunks.seen[:, :, None, None]
-    along = _product("nbij,nbprj->nbpri", chunks.seen.astype(states.dtype), log_decay)
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return _delta_rule(x, states, chunks)
+    rows, _, heads, _ = fit_spec(x.q.shape, (BATCH, None, "tensor", None), mesh)
+    inputs, kept = PartitionSpec(rows, None, heads), PartitionSpec(None, rows, heads)
+    of_rows = PartitionSpec(None, None, rows)
+    specs = (Delta._make([inputs] * 5), kept, Chunks._make([PartitionSpec(None, rows), *[of_rows] * 3]))
+    return jax.shard_map(_delta_rule, in_specs=specs, out_specs=(inputs, kept), check_vma=False)(x, states, chunks)
+
+
+def _delta_rule(x: Delta, states: jax.Array, chunks: Chunks) -> tuple[jax.Array, jax.Array]:
+    """Compute ``delta_rule`` with rows and heads as one axis of G: with many axes a GPU's compiler tries each tiling of
+    each of them, for many minutes.
+    """
+    rows, tokens, heads, copies, _ = x.v.shape
+    size, dtype = chunks.seen.shape[-1], states.dtype
+
+    def chunked(t: jax.Array) -> jax.Array:
+        """[B, S, P, R, ...] -> [n, G, C, ...]."""
+        t = jnp.moveaxis(t.astype(dtype), 1, 3)
+        t = jnp.pad(t, (*[(0, 0)] * 3, (0, -tokens % size), *[(0, 0)] * (t.ndim - 4)))
+        return jnp.moveaxis(t.reshape(rows * heads * copies, -1, size, *t.shape[4:]), 1, 0)
+
+    q, k = (jnp.broadcast_to(t[:, :, :, None], (*x.v.shape[:4], t.shape[-1])) for t in x[:2])
+    q, k, v, log_decay, strength = (chunked(t) for t in (q, k, *x[2:]))
+    seen = jnp.repeat(chunks.seen, heads * copies, axis=1)
+    reads, ends, stays = (jnp.repeat(t.astype(dtype), heads * copies, axis=2) for t in chunks[1:])
+    along = _product("ngij,ngj->ngi", seen.astype(dtype), log_decay)
     decay = jnp.exp(jnp.where(seen, along[..., :, None] - along[..., None, :], -jnp.inf))
-    reads = chunks.reads.astype(states.dtype)[:, :, :, None, None] * jnp.exp(along)[:, None]
-    pairs = _product("nbpix,nbpjx->nbpij", k, k)[:, :, :, None] * decay * strength[..., None]
+    reads *= jnp.exp(along)[:, None]
+    pairs = _product("ngix,ngjx->ngij", k, k) * decay * strength[..., None]
     solve = triangular_inverse(jnp.tril(pairs, -1))
-    values = _product("nbprij,nbprjy->nbpriy", solve, v * strength[..., None])
-    old = _product("nbprij,nbpjx,nabprj->nabprix", solve, k, reads * strength[:, None])
-    mixed = _product("nbpix,nbpjx->nbpij", q, k)[:, :, :, None] * decay
-    asked = _product("nbpix,nabpri->nabprix", q, reads)
-    ends = chunks.ends.astype(states.dtype)
-    kept = _product("nabi,nbprij,nbpjx->nabprjx", ends, decay, k)
-    carried = _product("nabi,nubpri->naubpr", ends, reads)
-    stays = chunks.stays.astype(states.dtype)
+    values = _product("ngij,ngjy->ngiy", solve, v * strength[..., None])
+    old = _product("ngij,nagjx->nagix", solve, k[:, None] * (reads * strength[:, None])[..., None])
+    mixed = _product("ngix,ngjx->ngij", q, k) * decay
+    asked = q[:, None] * reads[..., None]
+    kept = k[:, None] * _product("nagi,ngij->nagj", ends, decay)[..., None]
+    carried = _product("nagi,nugi->naug", ends, reads)
 
     def step(states: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
         values, old, mixed, asked, kept, carried, stays = chunk
-        change = values - _product("abprix,abprxy->bpriy", old, states)
-        out = _product("abprix,abprxy->bpriy", asked, states) + _product("bprij,bprjy->bpriy", mixed, change)
-        new = _product("aubpr,ubprxy->abprxy", carried, states) + _product("abprjx,bprjy->abprxy", kept, change)
-        return new + stays[..., None, None, None, None] * states, out
+        change = values - _product("agix,agxy->giy", old, states)
+        out = _product("agix,agxy->giy", asked, states) + _product("gij,gjy->giy", mixed, change)
+        new = _product("aug,ugxy->agxy", carried, states) + _product("agjx,gjy->agxy", kept, change)
+        return new + stays[..., None, None] * states, out
 
-    states, out = jax.lax.scan(step, states, (values, old, mixed, asked, kept, carried, stays))
-    out = jnp.moveaxis(out, (0, -2), (1, 2))  # [B, n, C, P, R, Y]
-    return out.reshape(len(out), -1, *out.shape[3:])[:, :tokens], states
+    first = states.reshape(len(states), rows * heads * copies, *states.shape[4:])
+    last, out = jax.lax.scan(step, first, (values, old, mixed, asked, kept, carried, stays))
+    out = jnp.moveaxis(out, 0, 1).reshape(rows, heads, copies, -1, out.shape[-1])[:, :, :, :tokens]
+    return jnp.moveaxis(out, 3, 1), last.reshape(states.shape)
 
 
 def delta_step(x: Delta, state: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Apply the gated delta rule to one token of each row; ``state`` [B, P, R, X, Y]."""
-    q, k, v, log_decay, strength = (t[:, 0].astype(state.dtype) for t in x)
-    state = state * jnp.exp(log_decay)[..., None, None]
-    change = (v - _product("bprxy,bpx->bpry", state, k)) * strength[..., None]
-    state = state + k[:, :, None, :, None] * change[..., None, :]
-    return _product("bprxy,bpx->bpry", state, q)[:, None], state
+    rows, _, heads, copies, _ = x.v.shape
+    q, k = (jnp.repeat(t[:, 0].astype(state.dtype), copies, axis=1) for t in x[:2])
+    v, log_decay, strength = (t[:, 0].astype(state.dtype).reshape(rows, heads * copies, *t.shape[4:]) for t in x[2:])
+    kept = state.reshape(rows, heads * copies, *state.shape[3:]) * jnp.exp(log_decay)[..., None, None]
+    change = (v - _product("bmxy,bmx->bmy", kept, k)) * strength[..., None]
+    kept += k[..., None] * change[..., None, :]
+    return _product("bmxy,bmx->bmy", kept, q).reshape(x.v.shape), kept.reshape(state.shape)
 
 
 @jax.custom_vjp
 def triangular_inverse(lower: jax.Array) -> jax.Array:
-    """Return ``(I + lower)^-1`` of strictly lower triangular matrices [..., C, C], C a power of two: pairs of inverted
-    blocks make one of twice their size. A series of powers would lose all digits where keys repeat.
+    """Return ``(I + lower)^-1`` of strictly lower triangular matrices [..., C, C], C a power of two: inverted blocks on
+    the diagonal make those of twice their size. A series of powers would lose all digits where keys repeat.
     """
     size = lower.shape[-1]
-    outer = lower.shape[:-2]
-    inverse = jnp.ones((*outer, size, 1, 1), lower.dtype)
+    inverse = jnp.broadcast_to(jnp.eye(size, dtype=lower.dtype), lower.shape)
     for width in (1 << i for i in range(size.bit_length() - 1)):
-        count = size // (2 * width)
-        blocks = lower.reshape(*outer, count, 2, width, count, 2, width)[..., 1, :, :, 0, :]
-        below = jnp.moveaxis(jnp.diagonal(blocks, axis1=-4, axis2=-2), -1, -3)
-        first, second = jnp.moveaxis(inverse.reshape(*outer, count, 2, width, width), -3, 0)
-        corner = -_product("...ij,...jk,...kl->...il", second, below, first)
-        upper = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
-        inverse = jnp.concatenate([upper, jnp.concatenate([corner, second], axis=-1)], axis=-2)
-    return inverse[..., 0, :, :]
-
-
-def _triangular_inverse_backward(inverse: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    back = -_product("...ji,...jk,...lk->...il", inverse, g, inverse)
-    return (jnp.tril(back, -1),)
+        block = np.arange(size) // width
+        below = (block[:, None] == block[None] + 1) & (block[:, None] % 2 == 1)
+        corner = jnp.where(np.expand_dims(below, tuple(range(lower.ndim - 2))), lower, jnp.zeros_like(lower))
+        inverse -= corner if width == 1 else _product("...ij,...jk,...kl->...il", inverse, corner, inverse)
+    return inverse
 
 
 def _triangular_inverse_forward(lower: jax.Array) -> tuple[jax.Array, jax.Array]:
     inverse = triangular_inverse(lower)
     return inverse, inverse
+
+
+def _triangular_inverse_backward(inverse: jax.Array, g: jax.Array) -> tuple[jax.Array]:
+    back = -_product("...ji,...jk,...lk->...il", inverse, g, inverse)
+    return (jnp.tril(back, -1),)
 
 
 triangular_inverse.defvjp(_triangular_inverse_forward, _triangular_inverse_backward)

@@ -404,13 +404,17 @@ def _ignorable(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor
     """Whether an unknown tensor may be skipped: old rotary tables, what the family leaves out, or a tied LM head
     that repeats the embedding.
     """
-    if name.endswith("rotary_emb.inv_freq") or name.startswith(FAMILIES[config.family].skipped):
+    if name.endswith("rotary_emb.inv_freq") or _is_skipped(name, config):
         return True
     if name != "lm_head.weight" or not config.embeddings.tied:
         return False
     if _equal(stored[name], stored["model.embed_tokens.weight"]):
         return True
     raise InputError("lm_head.weight differs from the embedding though tie_word_embeddings is true; set it to false")
+
+
+def _is_skipped(name: str, config: ModelConfig) -> bool:
+    return name.startswith(tuple(x.format(layers=config.layers) for x in FAMILIES[config.family].skipped))
 
 
 def _equal(tensor: StoredTensor, other: StoredTensor) -> bool:

@@ -446,7 +446,7 @@ def _build_plan(
     if isinstance(arrays, programs.SamplingArrays):
         sampling = memory_of_sampling(run, arrays, compiled)
         tensor = run.mesh.sampling_sizes(machine.devices)["tensor"]
-        repeated = repeated_heads(arrays.sampled.config.attention.kv_heads, tensor)
+        repeated = repeated_heads(arrays.sampled.config.attention.cached[0], tensor)
         filled = roofline.slot_occupancy(arrays, todo)
         form = arrays.build.form
         columns_read = "every slot to the longest one's length"

@@ -23,11 +23,16 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     **dict.fromkeys(("blocks/attn/q", "blocks/attn/k", "blocks/attn/v"), (None, "fsdp", "tensor", None)),
     "blocks/attn/o": (None, "tensor", None, "fsdp"),
     **dict.fromkeys(("blocks/attn/q_bias", "blocks/attn/k_bias", "blocks/attn/v_bias"), (None, "tensor", None)),
-    **dict.fromkeys(("blocks/mlp/gate", "blocks/mlp/up"), (None, "fsdp", "tensor")),
-    "blocks/mlp/down": (None, "tensor", "fsdp"),
+    **dict.fromkeys(
+        (f"blocks/{part}/{name}" for part in ("mlp", "shared") for name in ("gate", "up")), (None, "fsdp", "tensor")
+    ),
+    **dict.fromkeys(("blocks/mlp/down", "blocks/shared/down"), (None, "tensor", "fsdp")),
     **dict.fromkeys(("blocks/experts/gate", "blocks/experts/up"), (None, "expert", "fsdp", "tensor")),
     "blocks/experts/down": (None, "expert", "tensor", "fsdp"),
     "blocks/attn/gate": (None, "fsdp", "tensor", None),
+    "blocks/attn/q_latent": (None, "fsdp", None),
+    **dict.fromkeys(("blocks/attn/latent", "blocks/attn/k_rotary"), (None, "fsdp", None)),
+    **dict.fromkeys(("blocks/attn/k_up", "blocks/attn/v_up"), (None, "fsdp", "tensor", None)),
     "blocks/attn/sinks": (None, "tensor"),
     **dict.fromkeys((f"blocks/delta/{name}" for name in "qkvz"), (None, "fsdp", "tensor", None)),
     "blocks/delta/o": (None, "tensor", None, "fsdp"),

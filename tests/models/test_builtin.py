@@ -83,7 +83,11 @@ def test_without_an_index_one_line_names_the_remedy(tmp_path):
 
 
 def test_every_entry_describes_itself():
-    assert set(BUILTIN) == {"smollm2-135m", "smollm2-135m-moe", "tiny-random", "tiny-random-moe"}
+    assert set(BUILTIN) == {
+        "smollm2-135m",
+        "smollm2-135m-moe",
+        *(f"tiny-random{kind}" for kind in ("", "-moe", "-hybrid")),
+    }
     assert all(entry.description for entry in BUILTIN.values())
 
 
