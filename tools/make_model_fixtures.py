@@ -149,6 +149,11 @@ FAMILIES = {
         SHAPE | GROUPED | LATENT | {"q_lora_rank": None, "first_k_dense_replace": 0, "rope_interleave": False,
                                     "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
     ),
+    "glm4_moe_lite": (
+        transformers.Glm4MoeLiteConfig,
+        SHAPE | GROUPED | LATENT | {"num_hidden_layers": 3, "rms_norm_eps": 1e-3, "n_group": 1, "topk_group": 1,
+                                    "rope_parameters": {"rope_type": "default", "rope_theta": 50.0}},
+    ),
     "glm4_moe": (
         transformers.Glm4MoeConfig,
         SMALL | GROUPED | {"num_hidden_layers": 3, "first_k_dense_replace": 1, "use_qk_norm": True,

@@ -121,10 +121,15 @@ def take_rows(cache: Cache, rows: jax.Array) -> Cache:
 
 
 def flush(cache: Cache, chunk: Cache, lengths: jax.Array) -> Cache:
-    """Return the cache with the chunk's C columns written at its rows' ``lengths``, where there must be room."""
+    """Return the cache with the chunk's C columns written at its rows' ``lengths``, where there must be room, and with
+    its rows' states.
+    """
+    put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(x, y, 0, axis=1)  # noqa: E731
+    state = jax.tree.map(put, cache.state, chunk.state)
+    cache, chunk = cache._replace(state=None), chunk._replace(state=None)
     # A bound that the compiler cannot see: TPUs' takes a loop over all rows for a copy of whole arrays, and fails.
     rows = jax.lax.optimization_barrier(jnp.int32(chunk.v.shape[1]))
-    return _write_rows(cache, rows, lambda i, cache: (_row(chunk, i), i, lengths[i]))
+    return _write_rows(cache, rows, lambda i, cache: (_row(chunk, i), i, lengths[i]))._replace(state=state)
 
 
 def insert(cache: Cache, new: Cache, source: jax.Array, start: jax.Array) -> Cache:
@@ -274,10 +279,11 @@ def extend(
     before = jnp.broadcast_to(columns[None, None] < lengths[:, None, None], (len(tokens), count, len(columns)))
     in_sequence = jnp.concatenate([before, since >= 0], 2)
 
-    def layer(x: jax.Array, w: Weights, inputs: Stacks) -> tuple[jax.Array, Stacks]:
+    def layer(carry: tuple[jax.Array, Any], w: Weights, inputs: Stacks) -> tuple[tuple[jax.Array, Any], Stacks]:
+        x, states = carry
         rotation, window = inputs["layer"]
-        main = inputs.get("attn")
-        sequences = Continuation(inputs.get(config.state_part, {}), state_tokens)
+        main, place = inputs.get("attn"), inputs.get(config.state_part)
+        sequences = Continuation(_state_at(states, place), state_tokens)
         visible = in_sequence & ((window == 0) | (distance < window))
         new_columns = []
 
@@ -291,21 +297,36 @@ def extend(
             return mixed + mix(weights[..., : len(columns)], main) if cache else mixed
 
         x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend, sequences)
-        return constrain(x, BATCH), _outputs(config, new_columns, sequences, routing)
+        return (constrain(x, BATCH), _put_state(states, sequences.new, place)), _outputs(new_columns, routing)
 
     x = constrain(embed(model, tokens), BATCH)
-    inputs = {"layer": layers.layer_constants(config), config.state_part: states}
+    inputs = {"layer": layers.layer_constants(config), config.state_part: _places(config)}
     inputs |= {} if cache is None else {"attn": cache}
-    _, out = scan_layers(layer, x, config, model.weights.blocks, inputs)
+    (_, states), out = scan_layers(layer, (x, states), config, model.weights.blocks, inputs)
     experts = jnp.moveaxis(out["experts"], 0, 2) if "experts" in out else None
-    return out["attn"]._replace(state=out.get(config.state_part)), experts
+    return out["attn"]._replace(state=states), experts
 
 
-def _outputs(
-    config: ModelConfig, new_columns: list[Cache], sequences: Continuation, routing: jax.Array | None
-) -> Stacks:
-    """Return what a layer adds to the cache, and the experts of its tokens, by the part that it comes from."""
-    out: Stacks = {"attn": new_columns[0]} if new_columns else {config.state_part: sequences.new}
+def _places(config: ModelConfig) -> np.ndarray:
+    """Return the places of the layers with a state among these: states travel through the layers whole, and each layer
+    changes its own in place. As inputs and outputs of a loop they would be in memory twice.
+    """
+    return np.arange(len(config.layers_with(config.state_part)) if config.state_part else 0)
+
+
+def _state_at(states: Any, place: Any) -> Any:
+    """Return the state of a layer; {} for a layer without one."""
+    return {} if place is None else jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, 0, False), states)
+
+
+def _put_state(states: Any, new: Any, place: Any) -> Any:
+    put = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, place, 0)  # noqa: E731
+    return states if place is None else jax.tree.map(put, states, new)
+
+
+def _outputs(new_columns: list[Cache], routing: jax.Array | None) -> Stacks:
+    """Return the columns that a layer adds to the cache, and the experts of its tokens."""
+    out: Stacks = {"attn": new_columns[0]} if new_columns else {}
     return out if routing is None else out | {"experts": routing}
 
 
@@ -343,10 +364,12 @@ def decode(
     read = _attend_all(*arguments, width) if form is None else _attend_live(*arguments, form)
     with_chunk = form is not None and decode_kernels.reads_chunk(form, chunk.columns)
 
-    def layer(x: jax.Array, w: Weights, inputs: Stacks) -> tuple[jax.Array, Stacks]:
+    def layer(carry: tuple[jax.Array, Any], w: Weights, inputs: Stacks) -> tuple[tuple[jax.Array, Any], Stacks]:
+        x, states = carry
         rotation, window = inputs["layer"]
         new, *place = inputs.get("attn", (None,))
-        sequences = Continuation(inputs.get(config.state_part, {}), state_tokens)
+        state_place = inputs.get(config.state_part)
+        sequences = Continuation(_state_at(states, state_place), state_tokens)
         new_columns = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
@@ -368,15 +391,15 @@ def decode(
 
         cos_sin = layers.rotary_cos_sin(positions[:, None], rotation)
         x, routing = block(w, config, x, cos_sin, attend, sequences, compute=FEW)
-        return x, _outputs(config, new_columns, sequences, routing)
+        return (x, _put_state(states, sequences.new, state_place)), _outputs(new_columns, routing)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
     sliced = (cache, prefix and prefix.cache) if form is None else (None, None)
     attention = (chunk, np.arange(len(cache.v)), *sliced)
-    inputs = {"layer": layers.layer_constants(config), "attn": attention, config.state_part: states}
-    x, out = scan_layers(layer, x, config, model.weights.blocks, inputs)
+    inputs = {"layer": layers.layer_constants(config), "attn": attention, config.state_part: _places(config)}
+    (x, states), out = scan_layers(layer, (x, states), config, model.weights.blocks, inputs)
     experts = jnp.moveaxis(out["experts"][:, :, 0], 0, 1) if "experts" in out else None
-    return final_hidden(model, x[:, 0]), out["attn"]._replace(state=out.get(config.state_part)), experts
+    return final_hidden(model, x[:, 0]), out["attn"]._replace(state=states), experts
 
 
 Places = tuple[jax.Array, jax.Array, jax.Array]

@@ -295,6 +295,10 @@ _GROUPED: dict[str, Any] = {
     "n_routed_experts": REQUIRED, "num_experts_per_tok": 8, "n_shared_experts": 1, "moe_intermediate_size": REQUIRED,
     "first_k_dense_replace": 0, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "norm_topk_prob": True,
 }  # fmt: skip
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "rope_interleave": True,
+}  # fmt: skip
 _GROUPED_CONSTANTS = {"experts.sigmoid": True}
 _GROUPED_REQUIRED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 _GROUPED_TENSORS = (
@@ -504,8 +508,15 @@ _ALL = (
     ),
     Family(
         "deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification",
-        _defaults(num_key_value_heads=128, max_position_embeddings=4096, kv_lora_rank=512, q_lora_rank=1536,
-                  qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, rope_interleave=True, **_GROUPED),
+        _defaults(num_key_value_heads=128, max_position_embeddings=4096, **_GROUPED, **_LATENT),
+        constants=_GROUPED_CONSTANTS, required=_GROUPED_REQUIRED,
+        tensors=(*EMBEDDINGS, *LATENT_ATTENTION, *_GROUPED_TENSORS, *PRE_NORMS),
+        fused=FUSED_LATENTS, skipped=_NEXT_TOKENS,
+    ),
+    Family(
+        "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "",
+        _defaults(num_key_value_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5, mlp_layer_types=None,
+                  **_GROUPED | _LATENT | {"first_k_dense_replace": 1}),
         constants=_GROUPED_CONSTANTS, required=_GROUPED_REQUIRED,
         tensors=(*EMBEDDINGS, *LATENT_ATTENTION, *_GROUPED_TENSORS, *PRE_NORMS),
         fused=FUSED_LATENTS, skipped=_NEXT_TOKENS,
@@ -519,6 +530,8 @@ _ALL = (
         skipped=_NEXT_TOKENS,
     ),
 )  # fmt: skip
+ALIASES = types.MappingProxyType({"kimi_k2": "deepseek_v3"})
+"""Other names of a ``model_type``, of models whose code came with them."""
 FAMILIES: Mapping[str, Family] = types.MappingProxyType({family.model_type: family for family in _ALL})
 
 

@@ -28,7 +28,7 @@ from jaxrl_llm.models.config import (
     TokenIds,
     Yarn,
 )
-from jaxrl_llm.models.families import ACTIVATIONS, FAMILIES, FIELDS, REQUIRED, Family, family_of
+from jaxrl_llm.models.families import ACTIVATIONS, ALIASES, FAMILIES, FIELDS, REQUIRED, Family, family_of
 from jaxrl_llm.models.packed_files import METHODS
 from jaxrl_llm.models.tokenizer import load_tokenizer, save_tokenizer, special_ids, with_pad_token
 from jaxrl_llm.system.signals import on_exit
@@ -73,7 +73,8 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
     """Parse a config.json into a ModelConfig; InputError names the attribute that cannot be obeyed."""
     try:
         attributes = text_attributes(attributes)
-        family = family_of(attributes.get("model_type"))
+        kind = attributes.get("model_type")
+        family = family_of(ALIASES.get(kind, kind))
         # Versions of transformers write two names for one attribute.
         spellings = {
             old: new for old in EXPERT_COUNTS for new in EXPERT_COUNTS if old != new and new in family.defaults
@@ -155,7 +156,7 @@ def text_attributes(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
     if text is None:
         return attributes
     kind = text.get("model_type")
-    if kind not in FAMILIES:
+    if kind not in FAMILIES and kind not in ALIASES:
         raise InputError(
             f"model_type {attributes.get('model_type')!r} has a text model of the type {kind!r}, which is not "
             f"supported; supported are {', '.join(FAMILIES)}"
@@ -228,6 +229,9 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         "max_window_layers": next((i for i, window in enumerate(windows) if window), config.layers),
         "layer_types": ["sliding_attention" if window else "full_attention" for window in windows],
         "block_auto_adjust_ff_dim": False,
+        "mlp_layer_types": [
+            "dense" if layer in config.layers_with("mlp") else "sparse" for layer in range(config.layers)
+        ],
     }
     if config.recurrent is not None:
         _, other = family.recurrent
@@ -311,6 +315,10 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
         fields["no_rope_layers"] = _rotating_layers(fields)
     if "kv_lora_rank" in fields:
         fields["head_dim"] = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
+    if (kinds := fields.get("mlp_layer_types")) is not None:
+        fields["first_k_dense_replace"] = dense = kinds.count("dense")
+        if kinds != ["dense"] * dense + ["sparse"] * (fields["num_hidden_layers"] - dense):
+            raise InputError(f"config.json sets mlp_layer_types={kinds!r}; the dense layers must be the first")
     if "n_group" in fields:
         _multiple(fields, "n_routed_experts", "n_group")
     if "linear_num_key_heads" in fields:

@@ -129,22 +129,23 @@ def _delta_rule(x: Delta, states: jax.Array, chunks: Chunks) -> tuple[jax.Array,
     reads *= jnp.exp(along)[:, None]
     pairs = _product("ngix,ngjx->ngij", k, k) * decay * strength[..., None]
     solve = triangular_inverse(jnp.tril(pairs, -1))
-    values = _product("ngij,ngjy->ngiy", solve, v * strength[..., None])
-    old = _product("ngij,nagjx->nagix", solve, k[:, None] * (reads * strength[:, None])[..., None])
     mixed = _product("ngix,ngjx->ngij", q, k) * decay
-    asked = q[:, None] * reads[..., None]
-    kept = k[:, None] * _product("nagi,ngij->nagj", ends, decay)[..., None]
+    kept = _product("nagi,ngij->nagj", ends, decay)
     carried = _product("nagi,nugi->naug", ends, reads)
 
+    @jax.checkpoint
     def step(states: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
-        values, old, mixed, asked, kept, carried, stays = chunk
-        change = values - _product("agix,agxy->giy", old, states)
-        out = _product("agix,agxy->giy", asked, states) + _product("gij,gjy->giy", mixed, change)
-        new = _product("aug,ugxy->agxy", carried, states) + _product("agjx,gjy->agxy", kept, change)
+        q, k, v, strength, solve, mixed, reads, kept, carried, stays = chunk
+        known = jnp.sum(reads[..., None] * _product("gix,agxy->agiy", k, states), axis=0)
+        change = _product("gij,gjy->giy", solve, strength[..., None] * (v - known))
+        out = jnp.sum(reads[..., None] * _product("gix,agxy->agiy", q, states), axis=0)
+        out += _product("gij,gjy->giy", mixed, change)
+        new = _product("aug,ugxy->agxy", carried, states)
+        new += _product("gjx,agjy->agxy", k, kept[..., None] * change[None])
         return new + stays[..., None, None] * states, out
 
     first = states.reshape(len(states), rows * heads * copies, *states.shape[4:])
-    last, out = jax.lax.scan(step, first, (values, old, mixed, asked, kept, carried, stays))
+    last, out = jax.lax.scan(step, first, (q, k, v, strength, solve, mixed, reads, kept, carried, stays))
     out = jnp.moveaxis(out, 0, 1).reshape(rows, heads, copies, -1, out.shape[-1])[:, :, :, :tokens]
     return jnp.moveaxis(out, 3, 1), last.reshape(states.shape)
 

@@ -174,6 +174,26 @@ def test_layers_without_attention_are_read_in_each_spelling():
     assert read_config(attributes("qwen3_5_text", rope_parameters=rope)).attention.rope.dims == 4
 
 
+def test_experts_after_dense_layers_are_read_in_each_spelling():
+    config = read_config(attributes("deepseek_v3"))
+    assert config.layers_with("experts") == (2, 3) and config.layers_with("mlp") == (0, 1)
+    assert config.experts.shared_width == 24 and config.attention.cached == (1, 14, 0)
+    growth = 0.1 * 0.7 * math.log(4.0) + 1
+    assert config.attention.factor == pytest.approx(10**-0.5 * growth**2)
+    assert read_config(attributes("deepseek_v3", model_type="kimi_k2")) == config
+    kimi = {"model_type": "kimi_k25", "text_config": attributes("deepseek_v3", model_type="kimi_k2")}
+    assert read_config(kimi) == config
+    bare = {name: value for name, value in attributes("glm4_moe_lite").items() if name != "mlp_layer_types"}
+    assert read_config(bare) == read_config(attributes("glm4_moe_lite"))
+    assert read_config(bare | {"first_k_dense_replace": 2}).layers_with("experts") == (2,)
+    assert "mlp_layer_types=['sparse', 'dense', 'sparse']" in refusal(
+        "glm4_moe_lite", mlp_layer_types=["sparse", "dense", "sparse"]
+    )
+    assert "n_routed_experts=8, which is no multiple of n_group=3" in refusal("deepseek_v3", n_group=3)
+    assert "scoring_func='softmax'" in refusal("deepseek_v3", scoring_func="softmax")
+    assert "topk_method='greedy'" in refusal("deepseek_v3", topk_method="greedy")
+
+
 def test_yarn_is_read_in_each_spelling():
     rope = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
     read = lambda **more: read_config(attributes(rope_parameters=None, rope_scaling=rope | more)).attention.rope.scaling

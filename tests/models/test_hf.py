@@ -93,6 +93,11 @@ def test_logits_agree_with_transformers(name):
         ("qwen3_next", "norm", {"plus_one": False}),
         ("qwen3_5_text", "rope", {"dims": 0}),
         ("lfm2", "norm", {"eps": 1e-6}),
+        ("deepseek_v3", "experts", {"scaling": 1.0}),
+        ("deepseek_v3", "experts", {"active_groups": 4}),
+        ("deepseek_v3", "rope", {"interleaved": False}),
+        ("deepseek_v3", "yarn", {"all_dims": 0.0}),
+        ("glm4_moe", "attention", {"scale": 1.0}),
     ],
 )
 def test_each_rule_of_a_config_moves_the_logits(name, part, change):
