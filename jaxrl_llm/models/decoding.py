@@ -279,11 +279,10 @@ def extend(
     before = jnp.broadcast_to(columns[None, None] < lengths[:, None, None], (len(tokens), count, len(columns)))
     in_sequence = jnp.concatenate([before, since >= 0], 2)
 
-    def layer(carry: tuple[jax.Array, Any], w: Weights, inputs: Stacks) -> tuple[tuple[jax.Array, Any], Stacks]:
-        x, states = carry
+    def layer(x: jax.Array, w: Weights, inputs: Stacks) -> tuple[jax.Array, Stacks]:
         rotation, window = inputs["layer"]
-        main, place = inputs.get("attn"), inputs.get(config.state_part)
-        sequences = Continuation(_state_at(states, place), state_tokens)
+        main = inputs.get("attn")
+        sequences = Continuation(inputs.get(config.state_part, {}), state_tokens)
         visible = in_sequence & ((window == 0) | (distance < window))
         new_columns = []
 
@@ -297,36 +296,21 @@ def extend(
             return mixed + mix(weights[..., : len(columns)], main) if cache else mixed
 
         x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend, sequences)
-        return (constrain(x, BATCH), _put_state(states, sequences.new, place)), _outputs(new_columns, routing)
+        return constrain(x, BATCH), _outputs(config, new_columns, sequences, routing)
 
     x = constrain(embed(model, tokens), BATCH)
-    inputs = {"layer": layers.layer_constants(config), config.state_part: _places(config)}
+    inputs = {"layer": layers.layer_constants(config), config.state_part: states}
     inputs |= {} if cache is None else {"attn": cache}
-    (_, states), out = scan_layers(layer, (x, states), config, model.weights.blocks, inputs)
+    _, out = scan_layers(layer, x, config, model.weights.blocks, inputs)
     experts = jnp.moveaxis(out["experts"], 0, 2) if "experts" in out else None
-    return out["attn"]._replace(state=states), experts
+    return out["attn"]._replace(state=out.get(config.state_part)), experts
 
 
-def _places(config: ModelConfig) -> np.ndarray:
-    """Return the places of the layers with a state among these: states travel through the layers whole, and each layer
-    changes its own in place. As inputs and outputs of a loop they would be in memory twice.
-    """
-    return np.arange(len(config.layers_with(config.state_part)) if config.state_part else 0)
-
-
-def _state_at(states: Any, place: Any) -> Any:
-    """Return the state of a layer; {} for a layer without one."""
-    return {} if place is None else jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, place, 0, False), states)
-
-
-def _put_state(states: Any, new: Any, place: Any) -> Any:
-    put = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, place, 0)  # noqa: E731
-    return states if place is None else jax.tree.map(put, states, new)
-
-
-def _outputs(new_columns: list[Cache], routing: jax.Array | None) -> Stacks:
-    """Return the columns that a layer adds to the cache, and the experts of its tokens."""
-    out: Stacks = {"attn": new_columns[0]} if new_columns else {}
+def _outputs(
+    config: ModelConfig, new_columns: list[Cache], sequences: Continuation, routing: jax.Array | None
+) -> Stacks:
+    """Return what a layer adds to the cache, and the experts of its tokens, by the part that it comes from."""
+    out: Stacks = {"attn": new_columns[0]} if new_columns else {config.state_part: sequences.new}
     return out if routing is None else out | {"experts": routing}
 
 
@@ -364,12 +348,10 @@ def decode(
     read = _attend_all(*arguments, width) if form is None else _attend_live(*arguments, form)
     with_chunk = form is not None and decode_kernels.reads_chunk(form, chunk.columns)
 
-    def layer(carry: tuple[jax.Array, Any], w: Weights, inputs: Stacks) -> tuple[tuple[jax.Array, Any], Stacks]:
-        x, states = carry
+    def layer(x: jax.Array, w: Weights, inputs: Stacks) -> tuple[jax.Array, Stacks]:
         rotation, window = inputs["layer"]
         new, *place = inputs.get("attn", (None,))
-        state_place = inputs.get(config.state_part)
-        sequences = Continuation(_state_at(states, state_place), state_tokens)
+        sequences = Continuation(inputs.get(config.state_part, {}), state_tokens)
         new_columns = []
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
@@ -391,15 +373,15 @@ def decode(
 
         cos_sin = layers.rotary_cos_sin(positions[:, None], rotation)
         x, routing = block(w, config, x, cos_sin, attend, sequences, compute=FEW)
-        return (x, _put_state(states, sequences.new, state_place)), _outputs(new_columns, routing)
+        return x, _outputs(config, new_columns, sequences, routing)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
     sliced = (cache, prefix and prefix.cache) if form is None else (None, None)
     attention = (chunk, np.arange(len(cache.v)), *sliced)
-    inputs = {"layer": layers.layer_constants(config), "attn": attention, config.state_part: _places(config)}
-    (x, states), out = scan_layers(layer, (x, states), config, model.weights.blocks, inputs)
+    inputs = {"layer": layers.layer_constants(config), "attn": attention, config.state_part: states}
+    x, out = scan_layers(layer, x, config, model.weights.blocks, inputs)
     experts = jnp.moveaxis(out["experts"][:, :, 0], 0, 1) if "experts" in out else None
-    return final_hidden(model, x[:, 0]), out["attn"]._replace(state=states), experts
+    return final_hidden(model, x[:, 0]), out["attn"]._replace(state=out.get(config.state_part)), experts
 
 
 Places = tuple[jax.Array, jax.Array, jax.Array]

@@ -516,7 +516,7 @@ _ALL = (
     Family(
         "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "",
         _defaults(num_key_value_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5, mlp_layer_types=None,
-                  **_GROUPED | _LATENT | {"first_k_dense_replace": 1}),
+                  **_GROUPED, **_LATENT),
         constants=_GROUPED_CONSTANTS, required=_GROUPED_REQUIRED,
         tensors=(*EMBEDDINGS, *LATENT_ATTENTION, *_GROUPED_TENSORS, *PRE_NORMS),
         fused=FUSED_LATENTS, skipped=_NEXT_TOKENS,

@@ -73,7 +73,7 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
     """Parse a config.json into a ModelConfig; InputError names the attribute that cannot be obeyed."""
     try:
         attributes = text_attributes(attributes)
-        kind = attributes.get("model_type")
+        kind: Any = attributes.get("model_type")
         family = family_of(ALIASES.get(kind, kind))
         # Versions of transformers write two names for one attribute.
         spellings = {

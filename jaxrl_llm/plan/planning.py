@@ -145,7 +145,8 @@ def memory_of_sampling(
         by_token = (programs.bytes_per_device(cache) - states) / (slots_of_device * columns)
         waiting = filling * rows / parts * (piece * calls * by_token + states / slots_of_device)
         logits = 4 * 4 * rollout.engine.slots / parts * config.vocab_size * share
-        needs.append(max(logits, blocks, widened_experts(arrays.learned[0])) + waiting)
+        # A decode step has the states before and after it.
+        needs.append(max(logits, blocks, widened_experts(arrays.learned[0])) + max(waiting, states))
         learns = arrays.learned[0].forward.mesh
         if platform_of(learns) == "tpu" and learns.shape["fsdp"] > 1 and not run.mesh.rollout:
             needs.append(copied - slots)  # gathered in one layout, then copied into another; slots are empty then
