@@ -299,6 +299,7 @@ _LATENT: dict[str, Any] = {
     "kv_lora_rank": 512, "q_lora_rank": 1536, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
     "rope_interleave": True,
 }  # fmt: skip
+_FLASH: dict[str, Any] = {**_GROUPED, **_LATENT, "first_k_dense_replace": 1}
 _GROUPED_CONSTANTS = {"experts.sigmoid": True}
 _GROUPED_REQUIRED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
 _GROUPED_TENSORS = (
@@ -516,7 +517,7 @@ _ALL = (
     Family(
         "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "",
         _defaults(num_key_value_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5, mlp_layer_types=None,
-                  **_GROUPED, **_LATENT),
+                  **_FLASH),
         constants=_GROUPED_CONSTANTS, required=_GROUPED_REQUIRED,
         tensors=(*EMBEDDINGS, *LATENT_ATTENTION, *_GROUPED_TENSORS, *PRE_NORMS),
         fused=FUSED_LATENTS, skipped=_NEXT_TOKENS,

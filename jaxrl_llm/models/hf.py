@@ -309,12 +309,12 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
     experts = next((fields[name] for name in EXPERT_COUNTS if name in fields), None)
     if experts is not None and fields["num_experts_per_tok"] > experts:
         raise InputError(f"config.json sets num_experts_per_tok={fields['num_experts_per_tok']} of {experts} experts")
+    if "kv_lora_rank" in fields:
+        fields["head_dim"] = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
     if fields["head_dim"] is None:
         fields["head_dim"] = _multiple(fields, "hidden_size", "num_attention_heads")
     if "no_rope_layers" in fields:
         fields["no_rope_layers"] = _rotating_layers(fields)
-    if "kv_lora_rank" in fields:
-        fields["head_dim"] = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
     if (kinds := fields.get("mlp_layer_types")) is not None:
         fields["first_k_dense_replace"] = dense = kinds.count("dense")
         if kinds != ["dense"] * dense + ["sparse"] * (fields["num_hidden_layers"] - dense):

@@ -26,7 +26,7 @@ CHUNK = 64
 
 State = dict[str, jax.Array]
 """Of one layer: ``matrix`` [B, M, X, Y] of the delta rule, and the last W - 1 inputs of each convolution [B, heads,
-width, W - 1] by its name, the newest last.
+W - 1, width] by its name, the newest last.
 """
 
 _product = functools.partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
@@ -151,14 +151,16 @@ def _delta_rule(x: Delta, states: jax.Array, chunks: Chunks) -> tuple[jax.Array,
 
 
 def delta_step(x: Delta, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Apply the gated delta rule to one token of each row; ``state`` [B, P, R, X, Y]."""
+    """Apply the gated delta rule to one token of each row; ``state`` [B, P, R, X, Y]. A TPU would make small matrix
+    products of a vector and a state, at a thirtieth of the speed at which it reads states.
+    """
     rows, _, heads, copies, _ = x.v.shape
     q, k = (jnp.repeat(t[:, 0].astype(state.dtype), copies, axis=1) for t in x[:2])
     v, log_decay, strength = (t[:, 0].astype(state.dtype).reshape(rows, heads * copies, *t.shape[4:]) for t in x[2:])
     kept = state.reshape(rows, heads * copies, *state.shape[3:]) * jnp.exp(log_decay)[..., None, None]
-    change = (v - _product("bmxy,bmx->bmy", kept, k)) * strength[..., None]
+    change = (v - jnp.sum(kept * k[..., None], axis=2)) * strength[..., None]
     kept += k[..., None] * change[..., None, :]
-    return _product("bmxy,bmx->bmy", kept, q).reshape(x.v.shape), kept.reshape(state.shape)
+    return jnp.sum(kept * q[..., None], axis=2).reshape(x.v.shape), kept.reshape(state.shape)
 
 
 @jax.custom_vjp
@@ -258,10 +260,13 @@ class Continuation:
     def before(self, name: str, x: jax.Array, kernel: int) -> list[jax.Array]:
         """Return the inputs before each token; see ``Sequences``."""
         tail = self._state[name]
-        joined = jnp.concatenate([jnp.moveaxis(tail, 3, 1).astype(x.dtype), x], axis=1)
-        newest = self._valid[:, None] + jnp.arange(kernel - 1)[None]
-        kept = jnp.take_along_axis(joined, newest[:, :, None, None], axis=1)
-        self.new[name] = jnp.moveaxis(kept, 1, 3).astype(tail.dtype)
+        joined = jnp.concatenate([jnp.swapaxes(tail, 1, 2).astype(x.dtype), x], axis=1)
+        if x.shape[1] == 1:
+            kept = jnp.where((self._valid > 0)[:, None, None, None], joined[:, 1:], joined[:, :-1])
+        else:
+            newest = self._valid[:, None] + jnp.arange(kernel - 1)[None]
+            kept = jnp.take_along_axis(joined, newest[:, :, None, None], axis=1)
+        self.new[name] = jnp.swapaxes(kept, 1, 2).astype(tail.dtype)
         return [joined[:, kernel - 1 - i : joined.shape[1] - i] for i in range(1, kernel)]
 
     def apply_delta(self, x: Delta) -> jax.Array:
@@ -337,7 +342,7 @@ def empty_state(config: ModelConfig, rows: int) -> State | None:
     if settings.kind == "delta":
         key, value = (settings.key_heads, settings.key_dim), (settings.value_heads, settings.value_dim)
         heads = {"q": key, "k": key, "v": value}
-    shapes = {name: (*of_head, settings.kernel - 1) for name, of_head in heads.items()}
+    shapes = {name: (count, settings.kernel - 1, width) for name, (count, width) in heads.items()}
     if settings.kind == "delta":
         shapes["matrix"] = (settings.value_heads, settings.key_dim, settings.value_dim)
     return {name: jnp.zeros((sum(settings.layers), rows, *shape), jnp.float32) for name, shape in shapes.items()}

@@ -386,9 +386,12 @@ def compile_program(target: PlannedRun, name: str) -> Compiled:
 
 def memory_needed(text: str) -> float:
     """Return the bytes that a program would have needed, from the compiler's error; InputError for any other."""
-    match = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", text)
+    match = re.search(r"Used ([\d.]+)([KMGT]?) of|required for HLO temporaries \(([\d.]+)([KMGT]?)\)", text)
     require("RESOURCE_EXHAUSTED" in text or match is not None, f"the compiler failed: {text.splitlines()[0]}")
-    return float(match[1]) * 2.0 ** (10 * " KMGT".index(match[2] or " ")) if match else float("inf")
+    if match is None:
+        return float("inf")
+    number, unit = match[1] or match[3], match[2] or match[4] or " "
+    return float(number) * 2.0 ** (10 * " KMGT".index(unit))
 
 
 def find_model_config(name: str) -> tuple[ModelConfig, str]:

@@ -189,6 +189,8 @@ def test_experts_after_dense_layers_are_read_in_each_spelling():
     assert "mlp_layer_types=['sparse', 'dense', 'sparse']" in refusal(
         "glm4_moe_lite", mlp_layer_types=["sparse", "dense", "sparse"]
     )
+    flash = attributes("glm4_moe_lite", num_attention_heads=20, num_key_value_heads=20)
+    assert read_config(flash).attention.head_dim == 10, "32 numbers need not be a multiple of 20 heads"
     assert "n_routed_experts=8, which is no multiple of n_group=3" in refusal("deepseek_v3", n_group=3)
     assert "scoring_func='softmax'" in refusal("deepseek_v3", scoring_func="softmax")
     assert "topk_method='greedy'" in refusal("deepseek_v3", topk_method="greedy")

@@ -135,7 +135,7 @@ def test_without_shared_prompts_a_group_is_a_sequence():
 @pytest.mark.parametrize("pieces", [(70, 70), (1,) * 9, (64, 1, 30)])
 def test_padding_changes_no_state(pieces):
     """The next tokens of two sequences, in pieces; of each the second row uses one token less, and pads."""
-    state = {"matrix": random_state().reshape(ROWS, -1, KEY, VALUE), "q": jnp.zeros((ROWS, HEADS, KEY, 3))}
+    state = {"matrix": random_state().reshape(ROWS, -1, KEY, VALUE), "q": jnp.zeros((ROWS, HEADS, 3, KEY))}
     states, done = state, np.zeros(ROWS, int)
     x = inputs(sum(pieces))
     outputs = [[], []]
@@ -163,4 +163,4 @@ def test_padding_changes_no_state(pieces):
         for i in range(3):
             found = jnp.stack([tails[i] for _, tails in outputs[row]])
             np.testing.assert_array_equal(found, padded[2 - i : 2 - i + count])
-        np.testing.assert_array_equal(states["q"][row], np.moveaxis(padded[-3:], 0, -1))
+        np.testing.assert_array_equal(states["q"][row], np.swapaxes(padded[-3:], 0, 1))

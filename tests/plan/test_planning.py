@@ -91,6 +91,8 @@ def test_the_number_is_read_from_the_refusal():
         "Used 36.50G of 15.75G hbm."
     )
     assert memory_needed(text) == 36.5 * 2**30
+    text = "RESOURCE_EXHAUSTED: the total memory required for HLO temporaries (36.42G) exceeds available HBM (31.25G)."
+    assert memory_needed(text) == 36.42 * 2**30
 
 
 def by_formula(run):
