@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_llm.models import experts, layers, recurrent
 from jaxrl_llm.models.config import ADAPTABLE, ComputeOptions, ModelConfig
 from jaxrl_llm.models.experts import Matrices
-from jaxrl_llm.models.families import our_shape, tensors_of
+from jaxrl_llm.models.families import FLOAT32, our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over, layer_windows
 from jaxrl_llm.models.quantised import QuantisedMatrix, widen
 from jaxrl_llm.sharding import activation, gather_layer, head_copies
@@ -130,7 +130,7 @@ def add_adapter(w: Weights, dtype: Any) -> Weights:
                 else:
                     change = jnp.tensordot(a, b, 1, preferred_element_type=jnp.float32)
                 weight = widen(weight, jnp.float32) + w.adapter.scale * change
-            names[name] = widen(weight, dtype)
+            names[name] = widen(weight, jnp.float32 if f"blocks.{part}.{name}" in FLOAT32 else dtype)
     return Weights(parameters)
 
 
@@ -157,6 +157,8 @@ def cast(model: Decoder, dtype: Any) -> Decoder:
 
     def convert(path: tuple, x: Any) -> Any:
         name = re.sub(r"^blocks/\d+/", "blocks/", parameter_path(path))
+        if name.replace("/", ".") in FLOAT32:
+            return x.astype(jnp.float32)
         matrix, _, part = name.rpartition("/")  # of a packed one, or of an adapter
         return x if name in frozen or (matrix in frozen and part not in ("a", "b")) else x.astype(dtype)
 

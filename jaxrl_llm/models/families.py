@@ -201,6 +201,7 @@ class Family:
       required: further attributes that must have the value here, since the tensors imply it.
       fused: tensors of a checkpoint that hold several of ``tensors``.
       recurrent: the kind of layers without attention, and their name in ``layer_types``.
+      spellings: older names of attributes.
       skipped: beginnings of the names of tensors that a checkpoint may have and that are left out.
     """
 
@@ -215,6 +216,7 @@ class Family:
     required: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fused: tuple[Fused, ...] = ()
     recurrent: tuple[str, str] = ("", "")
+    spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     skipped: tuple[str, ...] = ()
 
 
@@ -349,7 +351,8 @@ _ALL = (
     ),
     Family(
         "gemma3_text", "Gemma3ForCausalLM", "Gemma3TextForSequenceClassification",
-        _defaults(**_GEMMA, max_position_embeddings=131072, attn_logit_softcapping=None, final_logit_softcapping=None,
+        _defaults(vocab_size=262208, num_attention_heads=8, **_GEMMA, max_position_embeddings=131072,
+                  attn_logit_softcapping=None, final_logit_softcapping=None,
                   sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=1e4),
         constants={"norm.plus_one": True, "norm.placement": "both"},
         tensors=EMBEDDINGS + MATRICES + HEAD_NORMS + SANDWICH_NORMS, scaled_embedding=True,
@@ -473,6 +476,7 @@ _ALL = (
         _defaults(num_key_value_heads=4, **_QWEN3_5),
         constants=_HYBRID_CONSTANTS, tensors=(*_HYBRID_TENSORS, *MATRICES[4:]), fused=_QWEN3_5_FUSED,
         slides=_is_linear, recurrent=("delta", "linear_attention"), skipped=("mtp.",),
+        required={"attn_output_gate": True},
     ),
     Family(
         "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "",
@@ -481,6 +485,7 @@ _ALL = (
         constants=_HYBRID_CONSTANTS | {"experts.renormalise": True},
         tensors=(*_HYBRID_TENSORS, *EXPERTS, *_SHARED_EXPERT), fused=_QWEN3_5_FUSED,
         slides=_is_linear, recurrent=("delta", "linear_attention"), skipped=("mtp.",),
+        required={"attn_output_gate": True},
     ),
     Family(
         "lfm2", "Lfm2ForCausalLM", "",
@@ -503,6 +508,9 @@ _ALL = (
             Tensor(LAYER + "operator_norm.weight", "blocks.norms.attn", "D", "D"),
             Tensor(LAYER + "ffn_norm.weight", "blocks.norms.mlp", "D", "D"),
         ),
+        required={"block_use_swiglu": True, "use_pos_enc": True},
+        spellings={"block_ff_dim": "intermediate_size", "tie_embedding": "tie_word_embeddings", "theta": "rope_theta",
+                   "block_norm_eps": "norm_eps"},
         fused=(Fused(LAYER + "conv.in_proj.weight", tuple(LAYER + f"conv.in_proj.{name}" for name in "bcx")),),
         slides=lambda attributes, layer: layer not in (attributes["full_attn_idxs"] or (layer,)),
         recurrent=("conv", "conv"),
@@ -541,6 +549,12 @@ def family_of(model_type: Any) -> Family:
     if model_type not in FAMILIES:
         raise InputError(f"model_type {model_type!r} is not supported; supported are {', '.join(FAMILIES)}")
     return FAMILIES[model_type]
+
+
+FLOAT32 = frozenset(("blocks.experts.choice_bias",))
+"""Parameters that are float32 whatever the model's dtype is: probabilities of experts differ by less than a step of a
+bfloat16 bias.
+"""
 
 
 def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:

@@ -47,6 +47,8 @@ IGNORED = frozenset(
     problem_type return_dict output_attentions output_hidden_states unsloth_fixed unsloth_version
     router_aux_loss_coef output_router_logits experts_per_token initial_context_length aux_loss_alpha seq_aux ep_size
     num_nextn_predict_layers num_mtp_layers qk_head_dim
+    mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype block_dim block_mlp_init_scale
+    block_out_init_scale block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads
     """.split()
 )
 """Attributes that a family's table may omit: they are read elsewhere, or do not affect a forward pass."""
@@ -79,11 +81,17 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         spellings = {
             old: new for old in EXPERT_COUNTS for new in EXPERT_COUNTS if old != new and new in family.defaults
         }
-        spellings["_sliding_window_pattern"] = "sliding_window_pattern"
+        spellings |= {"_sliding_window_pattern": "sliding_window_pattern", **family.spellings}
         spellings = {
             old: new for old, new in spellings.items() if new in family.defaults and old not in family.defaults
         }
-        attributes = {spellings.get(name, name): value for name, value in attributes.items()}
+        renamed = [(spellings.get(name, name), value) for name, value in attributes.items()]
+        attributes = dict(renamed)
+        for name, value in renamed:
+            if name in family.spellings.values() and attributes[name] != value:
+                raise InputError(
+                    f"config.json has {name} under two names, {value!r} and {attributes[name]!r}; keep one"
+                )
         neutral = _NEUTRAL | dict(family.required)
         for name, value in attributes.items():
             if name in IGNORED or name in family.defaults or value == neutral.get(name):

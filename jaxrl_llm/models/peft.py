@@ -193,10 +193,18 @@ def save_adapter(
         for side in factors(tensor):
             for place, layer in enumerate(layers_of(tensor, config)):
                 stored[side.name.format(layer)] = to_hf(side, np.asarray(values[side.path][place], np.float32), sizes)
+    others = [module_name(tensor, 0) for tensor in tensors_of(config) if tensor not in adapted]
+
+    def ending(name: str) -> str:
+        """Return the shortest end of a module's name that no other module has."""
+        words = name.split(".")
+        ends = (".".join(words[-count:]) for count in range(1, len(words) + 1))
+        return next(end for end in ends if not any(other.endswith(f".{end}") for other in others))
+
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
-        "target_modules": [module_name(tensor, 0).rpartition(".")[2] for tensor in adapted], "bias": "none",
+        "target_modules": [ending(module_name(tensor, 0)) for tensor in adapted], "bias": "none",
         "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
     with new_directory(directory, card) as folder:

@@ -19,6 +19,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.families import (
     FAMILIES,
+    FLOAT32,
     Fused,
     StoredTensor,
     Tensor,
@@ -84,9 +85,10 @@ def read_parameters(
 
         def part(place: tuple[slice, ...]) -> np.ndarray:
             place = (slice(place[0].start + first, place[0].stop + first), *place[1:])
-            return read_part(config, tensor, stored, jnp.dtype(dtype), place)
+            return read_part(config, tensor, stored, kind, place)
 
-        return put(tensor.path.replace(".", "/"), shape, jnp.dtype(dtype), part)
+        kind = jnp.dtype(jnp.float32 if tensor.path in FLOAT32 else dtype)
+        return put(tensor.path.replace(".", "/"), shape, kind, part)
 
     def read_packed(tensor: Tensor, kind: str, layer: int) -> dict[str, Any] | None:
         arrays = packed_arrays(config, tensor, stored, kind, layer)
@@ -219,7 +221,7 @@ def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> di
             first = sum(lengths[:index]) // groups
             rows = rows[:, first : first + length // groups].ravel()
             tensors[part] = StoredTensor(shape, functools.partial(_read_piece, fused.axis, source, rows))
-            if isinstance(source, PackedTensor):
+            if isinstance(source, PackedTensor) and length > 1:
                 kind = source.kind if source.kind == "mxfp4" else ""  # blocks of others may span two parts
                 arrays = functools.partial(source.arrays, slice(rows[0], rows[-1] + 1, rows[1] - rows[0]))
                 tensors[part] = PackedTensor(shape, tensors[part].part, kind=kind, arrays=arrays)
@@ -354,6 +356,10 @@ def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype:
     from safetensors.numpy import save_file
 
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    wide = tuple(
+        tensor.name[-20:] for family in FAMILIES.values() for tensor in family.tensors if tensor.path in FLOAT32
+    )
+    kind_of = lambda name: np.dtype(np.float32) if name.endswith(wide) else kind  # noqa: E731
     shards = split_state_dict_into_shards_factory(
         dict(stored),
         get_storage_size=lambda tensor: math.prod(tensor.shape) * kind.itemsize,
@@ -362,7 +368,7 @@ def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype:
     )
     for file, names in shards.filename_to_tensors.items():
         # save_file writes the memory of an array as it lies, so a transposed view would be stored scrambled.
-        arrays = {name: np.ascontiguousarray(stored[name].read().astype(kind, copy=False)) for name in names}
+        arrays = {name: np.ascontiguousarray(stored[name].read().astype(kind_of(name), copy=False)) for name in names}
         save_file(arrays, directory / file, metadata={"format": "pt"})
         (directory / file).chmod(0o644)
     if shards.is_sharded:

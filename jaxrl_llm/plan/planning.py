@@ -175,7 +175,7 @@ def widened_experts(planned: programs.PlannedModel) -> float:
     arrays = [item for matrix in experts if isinstance(matrix, QuantisedMatrix) for item in matrix.arrays().items()]
     # A byte has one code, or two.
     numbers = sum(programs.bytes_per_device(x) * {"codes": 1, "nibbles": 2}.get(name, 0) for name, x in arrays)
-    return numbers * planned.width / decoder.config.layers
+    return numbers * planned.width / max(len(decoder.config.layers_with("experts")), 1)
 
 
 def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:

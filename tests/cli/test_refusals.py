@@ -135,7 +135,7 @@ REFUSED = {
     "train smoke --model truncated": ["truncated/model.safetensors is not a whole safetensors file", "fetch it again"],
     "train smoke --model activation": ["the activation 'quux'", "known are silu"],
     "train smoke --model shape": ["mlp.gate_proj.weight has shape [48, 32] where config.json says [8, 32]"],
-    "train smoke --model latent": ["model_type 'deepseek_v3' is not supported"],
+    "train smoke --model foreign": ["model_type 'jamba' is not supported"],
     "train smoke --model toothless": ["toothless has no tokenizer", "tokenizer.json"],
     "train smoke --model noise.gguf": ["noise.gguf is not a whole GGUF file", "fetch it again"],
     "train good.py --task.template chatmll": ["template 'chatmll' is unknown; choose tokenizer, chatml, plain"],
@@ -270,7 +270,7 @@ FILES = {
 SPOILED = {
     "activation": ("hidden_act", "quux"),
     "shape": ("intermediate_size", 8),
-    "latent": ("model_type", "deepseek_v3"),
+    "foreign": ("model_type", "jamba"),
     "toothless": ("pad_token_id", None),
 }
 """Models, and what of their config.json is wrong."""

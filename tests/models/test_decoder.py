@@ -13,6 +13,7 @@ from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.models.decoder import (
     Decoder,
     TokenRows,
+    cast,
     causal_rows,
     forward,
     initialise,
@@ -180,3 +181,13 @@ def test_initialise_follows_the_scale_and_leaves_norms_neutral():
         assert all(np.all(x == (0.0 if KINDS[kind].norm.plus_one else 1.0)) for x in norms.values())
         assert all(not x.any() for name, x in named.items() if "bias" in name)
         assert all(0.08 < x.std() < 0.12 for name, x in named.items() if name not in norms and "bias" not in name)
+
+
+def test_the_bias_by_which_experts_are_chosen_keeps_its_digits():
+    model = tiny("latent")
+    bias = 7.5 + 0.01 * np.arange(8, dtype=np.float32)
+    parameters = to_parameters(model)
+    parameters["blocks"]["experts"]["choice_bias"] = jnp.broadcast_to(bias, (2, 8))
+    narrow = cast(Decoder(model.config, parameters), "bfloat16").weights.blocks.experts
+    assert narrow.router.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(narrow.choice_bias, np.stack([bias, bias]))

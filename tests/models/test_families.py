@@ -170,6 +170,12 @@ def test_layers_without_attention_are_read_in_each_spelling():
     assert "linear_num_value_heads=3" in refusal("qwen3_next", linear_num_value_heads=3)
     assert "takes one of full_attention, linear_attention" in refusal("qwen3_next", layer_types=["conv"] * 4)
     assert "conv_bias=True" in refusal("lfm2", conv_bias=True)
+    assert "attn_output_gate=False" in refusal("qwen3_5_text", attn_output_gate=False)
+    old = {"block_ff_dim": 30, "theta": 50.0, "tie_embedding": True, "block_dim": 16, "block_use_swiglu": True}
+    named = {"intermediate_size", "rope_parameters", "tie_word_embeddings"}
+    bare = {name: value for name, value in attributes("lfm2").items() if name not in named}
+    assert read_config(bare | old) == read_config(attributes("lfm2"))
+    assert "intermediate_size under two names, 31 and 30" in refusal("lfm2", intermediate_size=31, block_ff_dim=30)
     rope = {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "rope_type": "default"}
     assert read_config(attributes("qwen3_5_text", rope_parameters=rope)).attention.rope.dims == 4
 
