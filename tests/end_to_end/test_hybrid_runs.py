@@ -1,6 +1,7 @@
 """Runs of a model whose layers have states: whole and below adapters, resumed, exported, and learning from pairs."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,12 +11,13 @@ from jaxrl_llm.models import load_pretrained
 
 pytestmark = pytest.mark.slow
 
+PAIRS = Path(__file__).parents[1] / "golden" / "runs" / "dpo.py"
 SMALL = "--rollout.prompts 4 --rollout.group 4 --task.source.size 40 --output.checkpoint_every 1"
 LINES = {
     "whole": f"train hybrid_smoke --steps 2 {SMALL} --run_dir whole",
     "again": "train whole/config.json --run_dir whole --steps 3",
     "lora": f"train hybrid_smoke --steps 2 {SMALL} --learner.lora.rank 4 --learner.lora.base nf4 --run_dir lora",
-    "pairs": "train dpo_quickstart --model tiny-random-hybrid --steps 2 --run_dir pairs",
+    "pairs": f"train {PAIRS} --model tiny-random-hybrid --steps 2 --run_dir pairs",
     "adapter": "export lora --adapter --out adapter",
     "export": "export lora --out model",
 }
