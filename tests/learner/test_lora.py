@@ -199,6 +199,7 @@ def test_the_gradient_of_a_frozen_product_is_that_of_the_sum(inputs, dtype):
     np.testing.assert_allclose(alone, jax.grad(summed)(x, a, 0 * b), atol=1e-5)
 
 
+@pytest.mark.slow(but="windows")
 @pytest.mark.parametrize("kind", ["windows", "experts"])
 def test_separate_layers_compute_the_same(kind):
     """The form in which GPUs hold the frozen model, on this machine."""

@@ -72,7 +72,7 @@ def decoded(model, tokens, cache):
     return np.concatenate(states)
 
 
-@pytest.mark.slow(but=("plain", "gemma", "sinks", "delta"))
+@pytest.mark.slow(but=("plain", "gemma", "sinks"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefill_and_decode_equal_the_full_forward(kind):
     model = tiny(kind)
@@ -163,7 +163,7 @@ def test_flush_writes_each_row_at_its_own_length():
         np.testing.assert_array_equal(got, wanted)
 
 
-@pytest.mark.slow(but=("pieces1-plain", "pieces2-delta"))
+@pytest.mark.slow(but="pieces1-plain")
 @pytest.mark.parametrize("kind", ["plain", "windows", "gemma", "delta", "conv"])
 @pytest.mark.parametrize("pieces", [(6,), (2, 4), (1, 3, 2)])
 def test_a_sequence_may_be_computed_in_pieces(kind, pieces):
@@ -190,7 +190,7 @@ def test_rows_and_columns_are_taken_and_added():
         assert got.shape[3] == 11 and not got[:, :, :, 8:].any()
 
 
-@pytest.mark.slow(but="delta")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["plain", "gemma", "delta"])
 def test_layers_written_out_compute_what_their_loop_does(kind):
     model = tiny(kind)

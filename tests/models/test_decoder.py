@@ -76,6 +76,7 @@ def test_packing_keeps_groups_apart_bit_for_bit():
                                   np.asarray(hidden(model, rows))[0][first_prompt_and_second_branch])  # fmt: skip
 
 
+@pytest.mark.slow(but=KINDS.keys() - {"conv", "latent"})
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_on_the_right_cannot_change_a_real_position(kind):
     model = tiny(kind)
@@ -87,6 +88,7 @@ def test_padding_on_the_right_cannot_change_a_real_position(kind):
     np.testing.assert_allclose(padded, np.asarray(logits(model, tokens[:, :6])), rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow(but=KINDS.keys() - {"conv", "latent"})
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_sees_what_is_before_it_and_within_its_windows(kind):
     model, attention = tiny(kind), KINDS[kind].attention

@@ -142,6 +142,7 @@ def test_fp8_has_a_scale_for_each_block():
         np.testing.assert_allclose(found[rows, columns], wanted, rtol=1e-6)
 
 
+@pytest.mark.slow(but="nf4")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_packed_model_computes_as_its_numbers_written_out(kind):
     """Learner, sampler and the gradient of the adapters."""
