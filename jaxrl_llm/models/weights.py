@@ -6,6 +6,7 @@ stacked leaf at a time; matrices that stay packed it reads whole, a layer at a t
 
 import functools
 import json
+import logging
 import math
 import operator
 import re
@@ -29,6 +30,8 @@ from jaxrl_llm.models.families import (
     tensors_of,
 )
 from jaxrl_llm.models.packed_files import PackedTensor, open_packed
+
+log = logging.getLogger(__name__)
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -167,6 +170,9 @@ def check_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor], scala
     missing = [name for name in expected if name not in stored]
     if missing:
         raise InputError(f"the weights lack {_name_some(missing)}; fetch the checkpoint again, or correct config.json")
+    skipped = [name for name in stored if _is_skipped(name, config)]
+    if skipped:
+        log.warning("left out are layers that predict several tokens: %s", _name_some(skipped))
     unknown = [name for name in stored if name not in expected and not _ignorable(name, config, stored)]
     if unknown:
         raise InputError(f"the weights hold {_name_some(unknown)}, unknown to {config.family}; correct config.json")

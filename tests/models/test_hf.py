@@ -143,6 +143,15 @@ def test_the_text_model_of_a_checkpoint_with_other_parts_is_read(tmp_path, caplo
     assert stored_tensors(tmp_path / "export").keys() == stored_tensors(FIXTURES / "qwen3_5_moe_text").keys()
 
 
+def test_layers_that_predict_several_tokens_are_left_out_and_said(tmp_path, caplog):
+    directory = Path(shutil.copytree(FIXTURES / "deepseek_v3", tmp_path / "more"))
+    rewrite(directory, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": np.zeros(2, np.float32)}))
+    load_pretrained(directory)
+    assert caplog.messages == ["left out are layers that predict several tokens: model.layers.4.eh_proj.weight"]
+    rewrite(directory, lambda tensors: tensors.update({"model.layers.3.extra": np.zeros(2, np.float32)}))
+    assert "model.layers.3.extra, unknown to deepseek_v3" in refusal(directory)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_have_the_decoders_shapes(name):
