@@ -222,7 +222,7 @@ class PackedSequences:
         columns = jnp.broadcast_to(jnp.arange(group.shape[1]), group.shape)
         ends = jax.lax.cummax(jnp.where(branch == 0, columns, -1), axis=1)
         left = jnp.pad(branch[:, :-1], ((0, 0), (1, 0)))
-        previous = jnp.where((branch == 0) | (left == 0) | (left == branch), columns - 1, ends)
+        previous = jnp.where((branch == 0) | (left == branch), columns - 1, ends)
         same = jnp.take_along_axis(group, jnp.maximum(previous, 0), axis=1) == group
         self._previous = jnp.where(same & (previous >= 0), previous, -1)
 

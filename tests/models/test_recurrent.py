@@ -86,8 +86,8 @@ def test_keys_that_repeat_lose_no_digits():
     np.testing.assert_allclose(found, by_token(same, random_state())[0], atol=2e-5)
 
 
-TREE = ((30, (5, 70, 1)), (1, (90,)), (40, (3, 3)))
-"""For each group the tokens of its prompt, and of each branch."""
+TREE = ((30, (5, 130, 7)), (1, (90,)), (40, (3, 3)))
+"""For each group the tokens of its prompt, and of each branch; one fills a chunk, so that another begins two later."""
 
 
 def tree_rows():
