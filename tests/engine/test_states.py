@@ -52,7 +52,7 @@ def resumed(model, keep, limit=NEW):
     asked = prompts()[:4]
     whole = engine.generate(model, asked, [1, 2, 3, 4], RULES)
     engine.start(RULES)
-    handles = engine.submit(asked, [1, 2, 3, 4], limits=[limit] * 4, keep=keep)
+    handles = engine.submit(asked, [1, 2, 3, 4], limits=[min(limit + i, NEW) for i in range(4)], keep=keep)
     engine.step(model)
     engine.step(model)
     engine.abort(handles)
