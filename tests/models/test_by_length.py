@@ -150,7 +150,8 @@ def test_the_kernels_compile_and_copy_nothing_of_the_cache(topology, width, quer
 
     def both(q, cache, near, own, shared, served):
         mine, theirs = read_plan(form, own, columns), read_plan(form, shared, columns, served, own.limit[:, 0] > 0)
-        chunk = ChunkColumns(*near[:3], jnp.stack([own.least[0, 0], own.limit[0, 0]])) if form.platform == "gpu" else None
+        seen = jnp.stack([own.least[0, 0], own.limit[0, 0]])
+        chunk = ChunkColumns(*near[:3], seen) if form.platform == "gpu" else None
         parts = attend_by_length(form, config, q, cache, jnp.int32(1), mine, chunk)
         return parts + attend_by_length(form, config, q, cache, jnp.int32(1), theirs)
 
