@@ -9,7 +9,7 @@ import numpy as np
 from flax import traverse_util
 
 from jaxrl_llm.models.config import Attention, Embeddings, Experts, Latent, ModelConfig, Norm, Recurrent, Rope, Yarn
-from jaxrl_llm.models.decoder import Decoder, parameter_shapes
+from jaxrl_llm.models.decoder import Decoder, neutral_norm, parameter_shapes
 from jaxrl_llm.stages.programs import ingredients_of, rules_for
 
 VOCAB = 50
@@ -54,7 +54,7 @@ def tiny(kind: str = "plain", seed: int = 0, dtype: str = "float32") -> Decoder:
 
     leaves = {}
     for path, shape in parameter_shapes(config).items():
-        centre = 1.0 if "norm" in path and not (config.norm.plus_one and "delta" not in path) else 0.0
+        centre = neutral_norm(config, path) if "norm" in path else 0.0
         leaves[path] = jax.device_put((centre + 0.3 * random.normal(size=shape)).astype(np.float32).astype(dtype))
     return Decoder(config, traverse_util.unflatten_dict(leaves, sep="."))
 

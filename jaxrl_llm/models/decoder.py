@@ -79,12 +79,17 @@ def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, sc
     leaves = {}
     for index, (path, shape) in enumerate(parameter_shapes(config).items()):
         if "norm" in path:
-            leaves[path] = jnp.full(shape, 0.0 if config.norm.plus_one and path != "blocks.delta.norm" else 1.0, dtype)
+            leaves[path] = jnp.full(shape, neutral_norm(config, path), dtype)
         elif path.endswith(("_bias", "_log")):
             leaves[path] = jnp.zeros(shape, dtype)
         else:
             leaves[path] = (scale * jax.random.normal(jax.random.fold_in(key, index), shape)).astype(dtype)
     return Decoder(config, traverse_util.unflatten_dict(leaves, sep="."))
+
+
+def neutral_norm(config: ModelConfig, path: str) -> float:
+    """Return the weight of a norm, by dotted path, that scales by 1; the delta rule's is stored as it is."""
+    return 0.0 if config.norm.plus_one and path != "blocks.delta.norm" else 1.0
 
 
 def to_parameters(model: Any) -> dict[str, Any]:
@@ -165,7 +170,7 @@ def cast(model: Decoder, dtype: Any) -> Decoder:
     return jax.tree.map_with_path(convert, model)
 
 
-class Run(NamedTuple):
+class LayerRun(NamedTuple):
     """Equal layers that follow each other: their number, and the place of the first among the layers with each of its
     parts ("layer": among all).
     """
@@ -178,11 +183,11 @@ class Period(NamedTuple):
     """Runs of layers that repeat; the places are those of the first time."""
 
     repeats: int
-    runs: tuple[Run, ...]
+    runs: tuple[LayerRun, ...]
 
 
 @functools.cache
-def places_of(config: ModelConfig) -> tuple[dict[str, int], ...]:
+def layer_places(config: ModelConfig) -> tuple[dict[str, int], ...]:
     """Return each layer's place among the layers with each of its parts, and among all ("layer")."""
     parts = dict.fromkeys(tensor.path.split(".")[1] for tensor in tensors_of(config) if tensor.layered)
     stacks = {part: config.layers_with(part) for part in (*parts, "layer")}
@@ -193,8 +198,8 @@ def places_of(config: ModelConfig) -> tuple[dict[str, int], ...]:
 @functools.cache
 def periods_of(config: ModelConfig) -> tuple[Period, ...]:
     """Return the layers in few periods, so that few bodies are compiled."""
-    groups = (tuple(group) for _, group in itertools.groupby(places_of(config), tuple))
-    runs = [Run(len(group), group[0]) for group in groups]
+    groups = (tuple(group) for _, group in itertools.groupby(layer_places(config), tuple))
+    runs = [LayerRun(len(group), group[0]) for group in groups]
     shapes = [(run.count, *run.places) for run in runs]
     periods, at = [], 0
     while at < len(runs):
@@ -231,15 +236,15 @@ def _layer_of(stacks: Stacks, places: Mapping[str, int]) -> Stacks:
 def _join(outputs: Sequence[Stacks]) -> Stacks:
     """Join the stacks of layers that follow each other."""
     parts = dict.fromkeys(part for out in outputs for part in out)
-    found = {part: [out[part] for out in outputs if part in out] for part in parts}
+    stacks = {part: [out[part] for out in outputs if part in out] for part in parts}
     join = lambda *x: x[0] if len(x) == 1 else jnp.concatenate(x)  # noqa: E731
-    return {part: jax.tree.map(join, *each) for part, each in found.items()}
+    return {part: jax.tree.map(join, *each) for part, each in stacks.items()}
 
 
 def unstack_layers(model: Decoder) -> Decoder:
     """Return the model with ``blocks/0``, ``blocks/1``, ... in place of stacked weights: see ``scan_layers``."""
     parameters = to_parameters(model)
-    layers = {str(i): _layer_of(parameters["blocks"], places) for i, places in enumerate(places_of(model.config))}
+    layers = {str(i): _layer_of(parameters["blocks"], places) for i, places in enumerate(layer_places(model.config))}
     return Decoder(model.config, parameters | {"blocks": layers})
 
 
@@ -271,18 +276,18 @@ def scan_layers(
     adapter = getattr(blocks, "adapter", None)
     factors = {} if adapter is None else to_parameters(adapter)
 
-    def apply(x: Any, own: tuple[Stacks, ...]) -> tuple[Any, Stacks]:
-        parameters, factors, inputs = own
+    def apply(x: Any, sliced: tuple[Stacks, ...]) -> tuple[Any, Stacks]:
+        parameters, factors, inputs = sliced
         attached = {} if adapter is None else {"adapter": Adapter(adapter.scale, factors, adapter.merged)}
         return layer(x, Weights(parameters | attached), inputs)
 
-    def apply_one(x: Any, own: tuple[Stacks, ...]) -> tuple[Any, Stacks]:
-        x, out = apply(x, own)
+    def apply_one(x: Any, sliced: tuple[Stacks, ...]) -> tuple[Any, Stacks]:
+        x, out = apply(x, sliced)
         return x, jax.tree.map(lambda x: x[None], out)
 
     outputs = []
     if not hasattr(blocks, "norms"):
-        for i, places in enumerate(places_of(config)):
+        for i, places in enumerate(layer_places(config)):
             parameters = to_parameters(getattr(blocks, str(i)))
             x, out = apply_one(x, (parameters, _layer_of(factors, places), _layer_of(inputs, places)))
             outputs.append(out)
@@ -295,25 +300,25 @@ def scan_layers(
         for run in runs:
             sizes.update(dict.fromkeys(run.places, run.count))
 
-        def period(x: Any, stacks: Any, runs: tuple[Run, ...] = runs, firsts: Any = firsts) -> tuple[Any, Stacks]:
+        def period(x: Any, stacks: Any, runs: tuple[LayerRun, ...] = runs, firsts: Any = firsts) -> tuple[Any, Stacks]:
             outputs = []
             for run in runs:
                 places = {part: place - firsts[part] for part, place in run.places.items()}
                 counts = dict.fromkeys(places, run.count)
-                own = tuple(_cut(stack, places, counts) for stack in stacks)
+                sliced = tuple(_cut(stack, places, counts) for stack in stacks)
                 if run.count == 1:
-                    x, out = apply_one(x, jax.tree.map(lambda x: x[0], own))
+                    x, out = apply_one(x, jax.tree.map(lambda x: x[0], sliced))
                 else:
-                    x, out = jax.lax.scan(apply, x, own, unroll=unroll)
+                    x, out = jax.lax.scan(apply, x, sliced, unroll=unroll)
                 outputs.append(out)
             return x, _join(outputs)
 
-        own = tuple(_cut(stack, firsts, {part: repeats * n for part, n in sizes.items()}) for stack in stacks)
+        sliced = tuple(_cut(stack, firsts, {part: repeats * n for part, n in sizes.items()}) for stack in stacks)
         if repeats == 1:
-            x, out = period(x, own)
+            x, out = period(x, sliced)
         else:
-            own = jax.tree.map(lambda x, r=repeats: x.reshape(r, len(x) // r, *x.shape[1:]), own)
-            x, out = jax.lax.scan(period, x, own, unroll=unroll)
+            sliced = jax.tree.map(lambda x, r=repeats: x.reshape(r, len(x) // r, *x.shape[1:]), sliced)
+            x, out = jax.lax.scan(period, x, sliced, unroll=unroll)
             out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
         outputs.append(out)
     return x, _join(outputs)
@@ -334,13 +339,14 @@ def block(
     x: jax.Array,
     cos_sin: tuple[jax.Array, jax.Array],
     attend: Attend,
-    sequences: recurrent.Sequences,
+    sequences: Any,
     replayed: jax.Array | None = None,
     compute: ComputeOptions = ComputeOptions(),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Apply one layer to x [B, S, D]; ``attend`` knows mask and cache, and ``sequences`` the states of recurrent
-    layers. Returns x, and the router's own choice of experts, uint8 or uint16[B, S, k]; None for a dense model.
-    ``cos_sin``: see ``layers.rotary_cos_sin``. ``replayed`` and ``compute``: see ``experts.mixture``.
+    """Apply one layer to x [B, S, D]; ``attend`` knows mask and cache, and ``sequences`` (``recurrent.Sequences``, None
+    in a model of attention alone) the states. Returns x, and the router's own choice of experts, uint8 or uint16[B, S,
+    k]; None for a layer without. ``cos_sin``: see ``layers.rotary_cos_sin``. ``replayed`` and ``compute``: see
+    ``experts.mixture``.
     """
     norm = functools.partial(layers.rms_norm, norm=config.norm)
     pre = config.norm.placement != "post"
@@ -524,7 +530,10 @@ def routed(
     positions = jnp.asarray(rows.positions)
     attention = attention_over(rows, config.attention, compute)
 
-    sequences = recurrent.PackedSequences(*(jnp.asarray(x) for x in rows[2:]), shared=compute.attention != "splash")
+    sequences = None
+    if config.recurrent is not None:
+        group, branch = (jnp.asarray(x) for x in (rows.group, rows.branch))
+        sequences = recurrent.PackedSequences(group, branch, compute.attention != "splash", config.recurrent.kernel)
 
     def apply_layer(x: jax.Array, w: Weights, inputs: Stacks) -> tuple[jax.Array, Stacks]:
         rotation, window = inputs["layer"]

@@ -177,8 +177,8 @@ def move_rows(cache: Cache, new: None, source: jax.Array) -> Cache:
 def joined_sequence(cache: Cache, row: jax.Array, blocks: Cache, block: jax.Array, length: jax.Array) -> Cache:
     """Return one row with all positions of a sequence: ``length`` columns of a block, then the row's own."""
     sequence = with_columns(_row(blocks, block), blocks.columns + cache.columns)
-    own = _row(cache, row)
-    return _write_rows(sequence._replace(state=own.state), 1, lambda i, sequence: (own, 0, length))
+    new = _row(cache, row)
+    return _write_rows(sequence._replace(state=new.state), 1, lambda i, sequence: (new, 0, length))
 
 
 def first_rows(state: Any, rows: int, parts: int) -> Any:

@@ -288,9 +288,9 @@ def among_groups(compared: jax.Array, experts: Experts) -> jax.Array:
     """Return what experts [T, E] are compared by, -inf outside of the groups that a token takes."""
     grouped = compared.reshape(len(compared), experts.groups, -1)
     best_two = jnp.sum(jax.lax.top_k(grouped, 2)[0], axis=-1)
-    _, taken = jax.lax.top_k(best_two, experts.active_groups)
-    is_taken = jnp.any(taken[:, :, None] == jnp.arange(experts.groups)[None, None], axis=1)
-    return jnp.where(is_taken[:, :, None], grouped, -jnp.inf).reshape(compared.shape)
+    _, active = jax.lax.top_k(best_two, experts.active_groups)
+    is_active = jnp.any(active[:, :, None] == jnp.arange(experts.groups)[None, None], axis=1)
+    return jnp.where(is_active[:, :, None], grouped, -jnp.inf).reshape(compared.shape)
 
 
 def gating(config: ModelConfig) -> Gating:

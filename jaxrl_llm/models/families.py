@@ -283,6 +283,9 @@ _QWEN3_5: dict[str, Any] = _HYBRID | {
     "mrope_section": None,
     "mrope_interleaved": None,
 }  # of texts all three positions are equal
+_HYBRID_LAYERS: dict[str, Any] = {
+    "slides": _is_linear, "recurrent": ("delta", "linear_attention"), "skipped": ("mtp.",),
+}  # fmt: skip
 _HYBRID_CONSTANTS = {"norm.plus_one": True, "attention.gated": True}
 _HYBRID_TENSORS = (*EMBEDDINGS, *GATED_QUERIES, *ATTENTION[1:], *HEAD_NORMS, *DELTA_NET, *PRE_NORMS)
 _QWEN3_5_FUSED = (FUSED_QUERIES, FUSED_CONV, _projections("qkv", "qkv"))
@@ -302,8 +305,10 @@ _LATENT: dict[str, Any] = {
     "rope_interleave": True,
 }  # fmt: skip
 _FLASH: dict[str, Any] = {**_GROUPED, **_LATENT, "first_k_dense_replace": 1}
-_GROUPED_CONSTANTS = {"experts.sigmoid": True}
-_GROUPED_REQUIRED = {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}
+_GROUPED_FACTS: dict[str, Any] = {
+    "constants": {"experts.sigmoid": True}, "skipped": ("model.layers.{layers}.",),  # several tokens' prediction
+    "required": {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+}  # fmt: skip
 _GROUPED_TENSORS = (
     *(*MATRICES[4:], *EXPERTS),
     Tensor(LAYER + "mlp.gate.e_score_correction_bias", "blocks.experts.choice_bias", "E", "E"),
@@ -311,7 +316,9 @@ _GROUPED_TENSORS = (
     Tensor(LAYER + "mlp.shared_experts.up_proj.weight", "blocks.shared.up", "S D", "DS"),
     Tensor(LAYER + "mlp.shared_experts.down_proj.weight", "blocks.shared.down", "D S", "SD"),
 )
-_NEXT_TOKENS = ("model.layers.{layers}.",)  # layers that predict several tokens
+_LATENT_GROUPED: dict[str, Any] = _GROUPED_FACTS | {
+    "tensors": (*EMBEDDINGS, *LATENT_ATTENTION, *_GROUPED_TENSORS, *PRE_NORMS), "fused": FUSED_LATENTS,
+}  # fmt: skip
 
 LLAMA = Family(
     "llama", "LlamaForCausalLM", "LlamaForSequenceClassification", _defaults(),
@@ -469,14 +476,13 @@ _ALL = (
                   shared_expert_intermediate_size=512, norm_topk_prob=True, **_HYBRID),
         constants=_HYBRID_CONSTANTS, tensors=(*_HYBRID_TENSORS, *EXPERTS, *_SHARED_EXPERT),
         fused=(FUSED_QUERIES, FUSED_CONV, _projections("qkvz", "qkvz", "P"), _projections("ba", "ba", "P")),
-        slides=_is_linear, recurrent=("delta", "linear_attention"), skipped=("mtp.",),
+        **_HYBRID_LAYERS,
     ),
     Family(
         "qwen3_5_text", "Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification",
         _defaults(num_key_value_heads=4, **_QWEN3_5),
         constants=_HYBRID_CONSTANTS, tensors=(*_HYBRID_TENSORS, *MATRICES[4:]), fused=_QWEN3_5_FUSED,
-        slides=_is_linear, recurrent=("delta", "linear_attention"), skipped=("mtp.",),
-        required={"attn_output_gate": True},
+        **_HYBRID_LAYERS, required={"attn_output_gate": True},
     ),
     Family(
         "qwen3_5_moe_text", "Qwen3_5MoeForCausalLM", "",
@@ -484,8 +490,7 @@ _ALL = (
                   shared_expert_intermediate_size=512, intermediate_size=512, **_QWEN3_5),
         constants=_HYBRID_CONSTANTS | {"experts.renormalise": True},
         tensors=(*_HYBRID_TENSORS, *EXPERTS, *_SHARED_EXPERT), fused=_QWEN3_5_FUSED,
-        slides=_is_linear, recurrent=("delta", "linear_attention"), skipped=("mtp.",),
-        required={"attn_output_gate": True},
+        **_HYBRID_LAYERS, required={"attn_output_gate": True},
     ),
     Family(
         "lfm2", "Lfm2ForCausalLM", "",
@@ -518,25 +523,19 @@ _ALL = (
     Family(
         "deepseek_v3", "DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification",
         _defaults(num_key_value_heads=128, max_position_embeddings=4096, **_GROUPED, **_LATENT),
-        constants=_GROUPED_CONSTANTS, required=_GROUPED_REQUIRED,
-        tensors=(*EMBEDDINGS, *LATENT_ATTENTION, *_GROUPED_TENSORS, *PRE_NORMS),
-        fused=FUSED_LATENTS, skipped=_NEXT_TOKENS,
+        **_LATENT_GROUPED,
     ),
     Family(
         "glm4_moe_lite", "Glm4MoeLiteForCausalLM", "",
         _defaults(num_key_value_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5, mlp_layer_types=None,
                   **_FLASH),
-        constants=_GROUPED_CONSTANTS, required=_GROUPED_REQUIRED,
-        tensors=(*EMBEDDINGS, *LATENT_ATTENTION, *_GROUPED_TENSORS, *PRE_NORMS),
-        fused=FUSED_LATENTS, skipped=_NEXT_TOKENS,
+        **_LATENT_GROUPED,
     ),
     Family(
         "glm4_moe", "Glm4MoeForCausalLM", "",
         _defaults(num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, partial_rotary_factor=0.5,
                   attention_bias=False, use_qk_norm=False, **_GROUPED),
-        constants=_GROUPED_CONSTANTS, required=_GROUPED_REQUIRED,
-        tensors=(*EMBEDDINGS, *ATTENTION, *BIASES, *HEAD_NORMS, *_GROUPED_TENSORS, *PRE_NORMS),
-        skipped=_NEXT_TOKENS,
+        **_GROUPED_FACTS, tensors=(*EMBEDDINGS, *ATTENTION, *BIASES, *HEAD_NORMS, *_GROUPED_TENSORS, *PRE_NORMS),
     ),
 )  # fmt: skip
 ALIASES = types.MappingProxyType({"kimi_k2": "deepseek_v3"})
@@ -566,8 +565,8 @@ def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
     tensors = tuple(tensor for tensor in tensors if layers_of(tensor, config) or not tensor.layered)
     if config.attention.latent is not None:
         plain = config.attention.latent.query_rank == 0
-        others = LATENT_ATTENTION[1:4] if plain else LATENT_ATTENTION[:1]
-        tensors = tuple(tensor for tensor in tensors if tensor not in others)
+        absent_queries = LATENT_ATTENTION[1:4] if plain else LATENT_ATTENTION[:1]
+        tensors = tuple(tensor for tensor in tensors if tensor not in absent_queries)
     # The tensor that replaces the LM head in a reward model.
     return (*tensors, Tensor("score.weight", "scalar", "1 D", "D")) if scalar else tensors
 

@@ -178,15 +178,15 @@ def text_tensors(stored: Mapping[str, weights.StoredTensor]) -> dict[str, weight
     of its own; a line says what is left out.
     """
     tensors = {}
-    others = collections.Counter()
+    left_out: dict[str, None] = {}
     for name, tensor in stored.items():
         inner = name.replace("model.language_model.", "model.", 1).removeprefix("language_model.")
         if inner != name or name == "lm_head.weight":
             tensors[inner] = tensor
         else:
-            others[name.removeprefix("model.").partition(".")[0]] += 1
-    if others:
-        log.warning("only the text model is read; left out are the tensors of %s", ", ".join(others))
+            left_out[name.removeprefix("model.").partition(".")[0]] = None
+    if left_out:
+        log.warning("only the text model is read; left out are the tensors of %s", ", ".join(left_out))
     return tensors
 
 
@@ -377,11 +377,11 @@ def _read_layers(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
     if kinds is None:
         other = recurrent or "sliding_attention"
         kinds = [other if family.slides(fields, i) else "full_attention" for i in layers]
-    known = ("full_attention", recurrent or "sliding_attention")
-    strange = set(kinds) - {*known}
+    valid = ("full_attention", recurrent or "sliding_attention")
+    strange = set(kinds) - {*valid}
     if strange or len(kinds) != len(layers):
         reason = f"names {strange.pop()!r}" if strange else f"has {len(kinds)} entries for {len(layers)} layers"
-        raise InputError(f"config.json: layer_types {reason}; it takes one of {', '.join(known)} a layer")
+        raise InputError(f"config.json: layer_types {reason}; it takes one of {', '.join(valid)} a layer")
     if kind:
         return {"recurrent.kind": kind, "recurrent.layers": tuple(kind == recurrent for kind in kinds)}
     used = fields.get("use_sliding_window", True) and fields.get("layer_types")

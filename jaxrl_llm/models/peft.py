@@ -193,13 +193,13 @@ def save_adapter(
         for side in factors(tensor):
             for place, layer in enumerate(layers_of(tensor, config)):
                 stored[side.name.format(layer)] = to_hf(side, np.asarray(values[side.path][place], np.float32), sizes)
-    others = [module_name(tensor, 0) for tensor in tensors_of(config) if tensor not in adapted]
+    frozen = [module_name(tensor, 0) for tensor in tensors_of(config) if tensor not in adapted]
 
     def ending(name: str) -> str:
         """Return the shortest end of a module's name that no other module has."""
         words = name.split(".")
         ends = (".".join(words[-count:]) for count in range(1, len(words) + 1))
-        return next(end for end in ends if not any(other.endswith(f".{end}") for other in others))
+        return next(end for end in ends if not any(module.endswith(f".{end}") for module in frozen))
 
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,

@@ -91,7 +91,7 @@ def load_tiny(dtype: str, mesh: Any, config: ModelConfig = TINY) -> tuple[Any, A
     import jax
     from flax import traverse_util
 
-    from jaxrl_llm.models.decoder import Decoder, parameter_shapes
+    from jaxrl_llm.models.decoder import Decoder, neutral_norm, parameter_shapes
     from jaxrl_llm.sharding import lay_out, shardings
 
     # RandomState's stream is frozen by NumPy's promise, and uniform draws need no libm, which rounds as it likes.
@@ -99,8 +99,11 @@ def load_tiny(dtype: str, mesh: Any, config: ModelConfig = TINY) -> tuple[Any, A
     bound = 0.05 * 3**0.5  # of a standard deviation of 0.05
     leaves = {}
     for path, shape in parameter_shapes(config).items():
-        one = 0.0 if config.norm.plus_one and path != "blocks.delta.norm" else 1.0
-        values = np.full(shape, one) if "norm" in path else bound * (2 * random.random_sample(shape) - 1)
+        values = (
+            np.full(shape, neutral_norm(config, path))
+            if "norm" in path
+            else bound * (2 * random.random_sample(shape) - 1)
+        )
         # NumPy rounds, as XLA does: no program is compiled for each shape.
         leaves[path] = jax.device_put(values.astype(np.float32).astype(dtype))
     model = Decoder(config, traverse_util.unflatten_dict(leaves, sep="."))

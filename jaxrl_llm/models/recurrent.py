@@ -101,10 +101,10 @@ def delta_rule(x: Delta, states: jax.Array, chunks: Chunks) -> tuple[jax.Array, 
     if mesh.empty:
         return _delta_rule(x, states, chunks)
     rows, _, heads, _ = fit_spec(x.q.shape, (BATCH, None, "tensor", None), mesh)
-    inputs, kept = PartitionSpec(rows, None, heads), PartitionSpec(None, rows, heads)
+    inputs, by_head = PartitionSpec(rows, None, heads), PartitionSpec(None, rows, heads)
     of_rows = PartitionSpec(None, None, rows)
-    specs = (Delta._make([inputs] * 5), kept, Chunks._make([PartitionSpec(None, rows), *[of_rows] * 3]))
-    return jax.shard_map(_delta_rule, in_specs=specs, out_specs=(inputs, kept), check_vma=False)(x, states, chunks)
+    specs = (Delta._make([inputs] * 5), by_head, Chunks._make([PartitionSpec(None, rows), *[of_rows] * 3]))
+    return jax.shard_map(_delta_rule, in_specs=specs, out_specs=(inputs, by_head), check_vma=False)(x, states, chunks)
 
 
 def _delta_rule(x: Delta, states: jax.Array, chunks: Chunks) -> tuple[jax.Array, jax.Array]:
@@ -117,8 +117,7 @@ def _delta_rule(x: Delta, states: jax.Array, chunks: Chunks) -> tuple[jax.Array,
     def chunked(t: jax.Array) -> jax.Array:
         """[B, S, P, R, ...] -> [n, G, C, ...]."""
         t = jnp.moveaxis(t.astype(dtype), 1, 3)
-        t = jnp.pad(t, (*[(0, 0)] * 3, (0, -tokens % size), *[(0, 0)] * (t.ndim - 4)))
-        return jnp.moveaxis(t.reshape(rows * heads * copies, -1, size, *t.shape[4:]), 1, 0)
+        return _chunked(t.reshape(rows * heads * copies, tokens, *t.shape[4:]), size)
 
     q, k = (jnp.broadcast_to(t[:, :, :, None], (*x.v.shape[:4], t.shape[-1])) for t in x[:2])
     q, k, v, log_decay, strength = (chunked(t) for t in (q, k, *x[2:]))
@@ -130,37 +129,35 @@ def _delta_rule(x: Delta, states: jax.Array, chunks: Chunks) -> tuple[jax.Array,
     pairs = _product("ngix,ngjx->ngij", k, k) * decay * strength[..., None]
     solve = triangular_inverse(jnp.tril(pairs, -1))
     mixed = _product("ngix,ngjx->ngij", q, k) * decay
-    kept = _product("nagi,ngij->nagj", ends, decay)
+    remaining = _product("nagi,ngij->nagj", ends, decay)
     carried = _product("nagi,nugi->naug", ends, reads)
 
     @jax.checkpoint
     def step(states: jax.Array, chunk: tuple) -> tuple[jax.Array, jax.Array]:
-        q, k, v, strength, solve, mixed, reads, kept, carried, stays = chunk
-        known = jnp.sum(reads[..., None] * _product("gix,agxy->agiy", k, states), axis=0)
-        change = _product("gij,gjy->giy", solve, strength[..., None] * (v - known))
+        q, k, v, strength, solve, mixed, reads, remaining, carried, stays = chunk
+        recalled = jnp.sum(reads[..., None] * _product("gix,agxy->agiy", k, states), axis=0)
+        change = _product("gij,gjy->giy", solve, strength[..., None] * (v - recalled))
         out = jnp.sum(reads[..., None] * _product("gix,agxy->agiy", q, states), axis=0)
         out += _product("gij,gjy->giy", mixed, change)
         new = _product("aug,ugxy->agxy", carried, states)
-        new += _product("gjx,agjy->agxy", k, kept[..., None] * change[None])
+        new += _product("gjx,agjy->agxy", k, remaining[..., None] * change[None])
         return new + stays[..., None, None] * states, out
 
     first = states.reshape(len(states), rows * heads * copies, *states.shape[4:])
-    last, out = jax.lax.scan(step, first, (q, k, v, strength, solve, mixed, reads, kept, carried, stays))
+    last, out = jax.lax.scan(step, first, (q, k, v, strength, solve, mixed, reads, remaining, carried, stays))
     out = jnp.moveaxis(out, 0, 1).reshape(rows, heads, copies, -1, out.shape[-1])[:, :, :, :tokens]
     return jnp.moveaxis(out, 3, 1), last.reshape(states.shape)
 
 
 def delta_step(x: Delta, state: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Apply the gated delta rule to one token of each row; ``state`` [B, P, R, X, Y]. A TPU would make small matrix
-    products of a vector and a state, at a thirtieth of the speed at which it reads states.
-    """
+    """Apply the gated delta rule to one token of each row; ``state`` [B, P, R, X, Y]."""
     rows, _, heads, copies, _ = x.v.shape
     q, k = (jnp.repeat(t[:, 0].astype(state.dtype), copies, axis=1) for t in x[:2])
     v, log_decay, strength = (t[:, 0].astype(state.dtype).reshape(rows, heads * copies, *t.shape[4:]) for t in x[2:])
-    kept = state.reshape(rows, heads * copies, *state.shape[3:]) * jnp.exp(log_decay)[..., None, None]
-    change = (v - jnp.sum(kept * k[..., None], axis=2)) * strength[..., None]
-    kept += k[..., None] * change[..., None, :]
-    return jnp.sum(kept * q[..., None], axis=2).reshape(x.v.shape), kept.reshape(state.shape)
+    after = state.reshape(rows, heads * copies, *state.shape[3:]) * jnp.exp(log_decay)[..., None, None]
+    change = (v - jnp.sum(after * k[..., None], axis=2)) * strength[..., None]
+    after += k[..., None] * change[..., None, :]
+    return jnp.sum(after * q[..., None], axis=2).reshape(x.v.shape), after.reshape(state.shape)
 
 
 @jax.custom_vjp
@@ -200,9 +197,9 @@ def _chunked(x: jax.Array, size: int) -> jax.Array:
 class Sequences(Protocol):
     """The tokens that recurrent layers go through, x [B, S, heads, width], and the order in which they do."""
 
-    def before(self, name: str, x: jax.Array, kernel: int) -> list[jax.Array]:
-        """Return the inputs 1, 2, ... ``kernel`` - 1 tokens before each, zero where a sequence has none; ``name``: of
-        the convolution.
+    def before(self, name: str, x: jax.Array) -> list[jax.Array]:
+        """Return the inputs 1, 2, ... W - 1 tokens before each, zero where a sequence has none; ``name``: of the
+        convolution.
         """
         ...
 
@@ -212,38 +209,41 @@ class Sequences(Protocol):
 
 
 class PackedSequences:
-    """Packed rows: nothing precedes a group, and a branch goes on from its group's prompt. ``shared``: prompts have
-    several branches; otherwise groups are sequences.
+    """Packed rows int32[B, S]: nothing precedes a group, and a branch goes on from its group's prompt. ``shared``:
+    prompts have several branches; otherwise groups are sequences. ``kernel``: W of the convolutions.
     """
 
-    def __init__(self, group: jax.Array, branch: jax.Array, shared: bool):
-        self._group, self._shared = group, shared
-        self._chunks = functools.partial(tree_chunks, group, branch, shared)
+    def __init__(self, group: jax.Array, branch: jax.Array, shared: bool, kernel: int):
+        self._shared = shared
+        self._chunks = tree_chunks(group, branch, shared)
         columns = jnp.broadcast_to(jnp.arange(group.shape[1]), group.shape)
-        ends = jax.lax.cummax(jnp.where(branch == 0, columns, -1), axis=1)
-        left = jnp.pad(branch[:, :-1], ((0, 0), (1, 0)))
-        previous = jnp.where((branch == 0) | (left == branch), columns - 1, ends)
+        prompt_ends = jax.lax.cummax(jnp.where(branch == 0, columns, -1), axis=1)
+        branch_before = jnp.pad(branch[:, :-1], ((0, 0), (1, 0)))
+        previous = jnp.where((branch == 0) | (branch_before == branch), columns - 1, prompt_ends)
         same = jnp.take_along_axis(group, jnp.maximum(previous, 0), axis=1) == group
-        self._previous = jnp.where(same & (previous >= 0), previous, -1)
+        previous = jnp.where(same & (previous >= 0), previous, -1)
+        # Columns of the inputs 1, 2, ... tokens before each; negative where there is none.
+        self._places = [previous]
+        while len(self._places) < kernel - 1:
+            place = self._places[-1]
+            step = jnp.take_along_axis(previous, jnp.maximum(place, 0), axis=1)
+            self._places.append(jnp.where(place >= 0, step, -1))
 
-    def before(self, name: str, x: jax.Array, kernel: int) -> list[jax.Array]:
+    def before(self, name: str, x: jax.Array) -> list[jax.Array]:
         """Return the inputs before each token; see ``Sequences``."""
-        inputs, place = [], self._previous
-        for count in range(1, kernel):
+        inputs = []
+        for count, place in enumerate(self._places, 1):
             if self._shared:
                 source = jnp.take_along_axis(x, jnp.maximum(place, 0)[:, :, None, None], axis=1)
             else:
                 source = jnp.pad(x, ((0, 0), (count, 0), (0, 0), (0, 0)))[:, : x.shape[1]]
             inputs.append(jnp.where((place >= 0)[:, :, None, None], source, jnp.zeros_like(x)))
-            step = jnp.take_along_axis(self._previous, jnp.maximum(place, 0), axis=1)
-            place = jnp.where(place >= 0, step, -1)
         return inputs
 
     def apply_delta(self, x: Delta) -> jax.Array:
         """Apply the delta rule from states of zero."""
-        chunks = self._chunks()
-        shape = (chunks.reads.shape[1], *x.v.shape[:1], *x.v.shape[2:4], x.k.shape[-1], x.v.shape[-1])
-        return delta_rule(x, jnp.zeros(shape, wide_dtype(x.k)), chunks)[0]
+        shape = (self._chunks.reads.shape[1], *x.v.shape[:1], *x.v.shape[2:4], x.k.shape[-1], x.v.shape[-1])
+        return delta_rule(x, jnp.zeros(shape, wide_dtype(x.k)), self._chunks)[0]
 
 
 class Continuation:
@@ -257,17 +257,18 @@ class Continuation:
         self._state, self._valid = state, valid
         self.new: State = {}
 
-    def before(self, name: str, x: jax.Array, kernel: int) -> list[jax.Array]:
+    def before(self, name: str, x: jax.Array) -> list[jax.Array]:
         """Return the inputs before each token; see ``Sequences``."""
         tail = self._state[name]
+        size = tail.shape[2]
         joined = jnp.concatenate([jnp.swapaxes(tail, 1, 2).astype(x.dtype), x], axis=1)
         if x.shape[1] == 1:
-            kept = jnp.where((self._valid > 0)[:, None, None, None], joined[:, 1:], joined[:, :-1])
+            newest = jnp.where((self._valid > 0)[:, None, None, None], joined[:, 1:], joined[:, :-1])
         else:
-            newest = self._valid[:, None] + jnp.arange(kernel - 1)[None]
-            kept = jnp.take_along_axis(joined, newest[:, :, None, None], axis=1)
-        self.new[name] = jnp.swapaxes(kept, 1, 2).astype(tail.dtype)
-        return [joined[:, kernel - 1 - i : joined.shape[1] - i] for i in range(1, kernel)]
+            columns = self._valid[:, None] + jnp.arange(size)[None]
+            newest = jnp.take_along_axis(joined, columns[:, :, None, None], axis=1)
+        self.new[name] = jnp.swapaxes(newest, 1, 2).astype(tail.dtype)
+        return [joined[:, size - i : joined.shape[1] - i] for i in range(1, size + 1)]
 
     def apply_delta(self, x: Delta) -> jax.Array:
         """Apply the delta rule from the states of the sequences."""
@@ -302,7 +303,7 @@ def delta_net(w: Any, config: ModelConfig, linear: Linear, h: jax.Array, sequenc
     def convolved(name: str) -> jax.Array:
         x = activation(linear(name, h), "heads")
         kernel = getattr(w, f"{name}_conv")[...]
-        return jax.nn.silu(causal_convolution(x, kernel, sequences.before(name, x, kernel.shape[-1])))
+        return jax.nn.silu(causal_convolution(x, kernel, sequences.before(name, x)))
 
     def unit(x: jax.Array) -> jax.Array:
         x = x.astype(wide)
@@ -327,7 +328,7 @@ def short_convolution(w: Any, linear: Linear, h: jax.Array, sequences: Sequences
     b, c, x = (activation(linear(name, h), "mlp") for name in "bcx")
     gated = (b * x)[:, :, None]
     kernel = w.x_conv[...][None]
-    convolved = causal_convolution(gated, kernel, sequences.before("x", gated, kernel.shape[-1]))
+    convolved = causal_convolution(gated, kernel, sequences.before("x", gated))
     return activation(linear("o", c * convolved[:, :, 0]), "residual")
 
 

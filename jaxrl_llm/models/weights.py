@@ -247,10 +247,10 @@ def _fused(config: ModelConfig) -> list[tuple[Fused, str, list[str]]]:
 def _split_experts(config: ModelConfig, tensors: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Split what some checkpoints hold of all experts of a layer, where others have tensors of each."""
     stacked = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
-    found = {name: match for name in tensors if (match := stacked.fullmatch(name))}
-    if not found or any(tensor.name.endswith("experts.gate_proj") for tensor in tensors_of(config)):
+    matches = {name: match for name in tensors if (match := stacked.fullmatch(name))}
+    if not matches or any(tensor.name.endswith("experts.gate_proj") for tensor in tensors_of(config)):
         return tensors
-    for name, match in found.items():
+    for name, match in matches.items():
         source = tensors.pop(name)
         parts = ("gate", "up") if match[2] == "gate_up" else ("down",)
         experts, rows, columns = source.shape
@@ -363,7 +363,10 @@ def write_checkpoint(stored: Mapping[str, StoredTensor], directory: Path, dtype:
 
     kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     wide = tuple(
-        tensor.name[-20:] for family in FAMILIES.values() for tensor in family.tensors if tensor.path in FLOAT32
+        tensor.name.rpartition(".")[2]
+        for family in FAMILIES.values()
+        for tensor in family.tensors
+        if tensor.path in FLOAT32
     )
     kind_of = lambda name: np.dtype(np.float32) if name.endswith(wide) else kind  # noqa: E731
     shards = split_state_dict_into_shards_factory(

@@ -107,9 +107,9 @@ def tree_rows():
 def test_a_branch_goes_on_from_its_prompt():
     group, branch, paths = tree_rows()
     x = inputs(group.shape[1], rows=1)
-    sequences = PackedSequences(group, branch, shared=True)
+    sequences = PackedSequences(group, branch, True, 4)
     found = jax.jit(sequences.apply_delta)(x)
-    before = sequences.before("q", x.q, 4)
+    before = sequences.before("q", x.q)
     for path in paths:
         alone = Delta(*(t[:, jnp.asarray(path)] for t in x))
         zero = np.zeros((1, HEADS, EACH, KEY, VALUE))
@@ -125,8 +125,8 @@ def test_without_shared_prompts_a_group_is_a_sequence():
     x = inputs(group.shape[1], rows=1)
     results = []
     for shared in (True, False):
-        sequences = PackedSequences(group, jnp.zeros_like(group), shared)
-        results.append([jax.jit(sequences.apply_delta)(x), *sequences.before("q", x.q, 3)])
+        sequences = PackedSequences(group, jnp.zeros_like(group), shared, 3)
+        results.append([jax.jit(sequences.apply_delta)(x), *sequences.before("q", x.q)])
     for a, b in zip(*results, strict=True):
         np.testing.assert_allclose(a[group > 0], b[group > 0], atol=1e-6)
 
@@ -146,7 +146,7 @@ def test_padding_changes_no_state(pieces):
 
         def run(states, piece, valid):
             sequences = Continuation(states, valid)
-            tails = sequences.before("q", piece.q, 4)
+            tails = sequences.before("q", piece.q)
             return sequences.apply_delta(piece), tails, sequences.new
 
         out, tails, states = jax.jit(run)(states, piece, jnp.asarray(valid, jnp.int32))
