@@ -225,8 +225,8 @@ def target_of(tensor: Tensor) -> str:
 
 
 def module_name(tensor: Tensor, layer: int) -> str:
-    """Return the name of the module with this weight, in transformers."""
-    return tensor.name.format(layer).removesuffix(".weight")
+    """Return the name of the module with this weight, of the first expert's among experts, in transformers."""
+    return tensor.name.format(layer, 0).removesuffix(".weight")
 
 
 def factors(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import KINDS, VOCAB, tiny
 
+from jaxrl_llm.models import decoding
 from jaxrl_llm.models.decoder import causal_rows, forward, unstack_layers
 from jaxrl_llm.models.decoding import (
     Cache,
@@ -264,3 +265,14 @@ def test_rows_that_are_divided_reach_every_device_that_needs_them(axes):
     found = jax.jit(divided)(cache, given, source, start, needed)
     expected = jax.jit(insert)(cache, given, source, start)
     jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_latent_vectors_in_int8_have_the_scale_of_their_keys():
+    config = KINDS["latent"]
+    k = np.random.default_rng(0).normal(size=(2, 1, 10, 5)).astype(np.float32)
+    weights = np.random.default_rng(1).random((2, 1, 4, 5)).astype(np.float32)
+    cache = decoding.stored(jnp.asarray(k), jnp.zeros((2, 1, 5, 0)), jnp.int8)
+    scaled, codes = decoding._weighted(config, jnp.asarray(weights), cache, jnp.float32)
+    vectors = k[:, :, : config.attention.latent.rank]
+    found, expected = jnp.einsum("bkgz,bkzh->bkgh", scaled, codes), np.einsum("bkgz,bkhz->bkgh", weights, vectors)
+    np.testing.assert_allclose(found, expected, atol=5 * np.abs(k).max() / 127)

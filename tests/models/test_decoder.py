@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny import KINDS, VOCAB, equations, largest_difference, tiny
 
-from jaxrl_llm.models.config import ComputeOptions
+from jaxrl_llm.models.config import ComputeOptions, Recurrent
 from jaxrl_llm.models.decoder import (
     Decoder,
     TokenRows,
@@ -17,7 +17,9 @@ from jaxrl_llm.models.decoder import (
     causal_rows,
     forward,
     initialise,
+    layer_places,
     logits,
+    periods_of,
     to_parameters,
     unembed,
 )
@@ -194,3 +196,22 @@ def test_the_bias_by_which_experts_are_chosen_keeps_its_digits():
     narrow = cast(Decoder(model.config, parameters), "bfloat16").weights.blocks.experts
     assert narrow.router.dtype == jnp.bfloat16
     np.testing.assert_array_equal(narrow.choice_bias, np.stack([bias, bias]))
+
+
+@pytest.mark.parametrize(
+    ("layers", "bodies"),
+    [("dddadddaddda", 2), ("dadadad", 3), ("cacca" * 2, 4), ("ddda", 2), ("adddddd", 2), ("a", 1)],
+)
+def test_every_layer_is_in_one_period(layers, bodies):
+    """Few bodies are compiled, and each layer runs once, in order, with its own weights."""
+    recurrent = Recurrent("delta", tuple(layer != "a" for layer in layers), 4, 2, 4, 8, 6)
+    config = dataclasses.replace(KINDS["delta"], layers=len(layers), recurrent=recurrent)
+    order = []
+    for repeats, runs in periods_of(config):
+        sizes = {part: sum(run.count for run in runs if part in run.places) for run in runs for part in run.places}
+        for repeat in range(repeats):
+            for run in runs:
+                for i in range(run.count):
+                    order.append({part: place + repeat * sizes[part] + i for part, place in run.places.items()})
+    assert order == list(layer_places(config))
+    assert sum(len(period.runs) for period in periods_of(config)) == bodies

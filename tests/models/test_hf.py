@@ -152,6 +152,16 @@ def test_layers_that_predict_several_tokens_are_left_out_and_said(tmp_path, capl
     assert "model.layers.3.extra, unknown to deepseek_v3" in refusal(directory)
 
 
+def test_the_bias_by_which_experts_are_chosen_is_written_in_float32(tmp_path):
+    model, _ = load_pretrained(FIXTURES / "deepseek_v3", "bfloat16")
+    save_pretrained(model, None, tmp_path / "export")
+    stored = open_checkpoint(tmp_path / "export")
+    dtypes = {name.endswith("e_score_correction_bias"): tensor.dtype for name, tensor in stored.items()}
+    assert dtypes == {True: "F32", False: "BF16"}
+    name = "model.layers.2.mlp.gate.e_score_correction_bias"
+    np.testing.assert_array_equal(stored[name].read(), stored_tensors(FIXTURES / "deepseek_v3")[name])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_parameters_have_the_decoders_shapes(name):

@@ -181,3 +181,14 @@ def test_matrices_that_are_no_modules_are_refused(kind, word, tmp_path):
     adapter = jax.eval_shape(lambda: create_adapter(config, lora, jax.random.key(0)))
     with pytest.raises(InputError, match=f"no modules for {word} of a {kind} model: export the merged model"):
         save_adapter(adapter, config, lora, "base", tmp_path / "adapter")
+
+
+@pytest.mark.parametrize(("name", "target"), [("lfm2", "attn/o"), ("glm4_moe", "mlp/gate")])
+def test_an_adapter_is_of_the_modules_named_and_of_no_others(name, target, tmp_path):
+    """The last word of their names is that of another matrix too."""
+    fixture = Path(__file__).parents[1] / "fixtures" / "models" / name
+    model, _ = load_pretrained(fixture)
+    adapter = create_adapter(model.config, Lora(2, targets=(target,)), jax.random.key(0))
+    save_adapter(adapter, model.config, Lora(2, targets=(target,)), str(fixture), tmp_path / "adapter")
+    again, _ = load_pretrained(tmp_path / "adapter")
+    np.testing.assert_array_equal(logits(again, TOKENS % 128), logits(model, TOKENS % 128))
