@@ -44,6 +44,14 @@ KINDS = {
         "deepseek_v3", VOCAB, 16, 3, 24,
         Attention(4, 4, 7, rope=Rope(dims=4, interleaved=True), latent=Latent(6, 5, 3, 4, 5)),
         experts=Experts(8, 3, 10, True, 12, dense_layers=1, sigmoid=True, groups=4, active_groups=2, scaling=1.5)),
+    "gemma4": ModelConfig(
+        "gemma4_text", VOCAB, 16, 5, 24,
+        Attention(4, 2, 8, scale=0.25, windows=(3, 4, 0, 3, 0), rope=Rope(50.0), normed_values=True),
+        Norm(placement="both"), "gelu_tanh", Embeddings(True, 4.0, 8.0),
+        experts=Experts(6, 3, 12, True, beside_mlp=True),
+        global_attention=Attention(
+            4, 1, 12, scale=0.25, rope=Rope(100.0, turning=2), normed_values=True, keys_as_values=True),
+        shared_kv_layers=2, shared_kv_mlp_width=32, per_layer_width=6),
 }  # fmt: skip
 """A configuration for each thing that a family may have; all else is as small as can be."""
 

@@ -33,6 +33,16 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
 }
+GEMMA4 = {
+    "head_dim": 8,
+    "global_head_dim": 16,
+    "sliding_window": 6,
+    "final_logit_softcapping": 5.0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1000.0},
+    },
+}
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
 YARN = {"rope_type": "yarn", "rope_theta": 50.0, "factor": 4.0, "original_max_position_embeddings": 16,
         "beta_fast": 4.0, "beta_slow": 0.5}  # fmt: skip
@@ -161,6 +171,23 @@ FAMILIES = {
                            "rope_parameters": {"rope_type": "default", "rope_theta": 50.0,
                                                "partial_rotary_factor": 0.5}},
     ),
+    "gemma4_text": (
+        transformers.Gemma4TextConfig,
+        {**SMALL, **GEMMA4, "num_hidden_layers": 8, "num_kv_shared_layers": 4, "use_double_wide_mlp": True,
+         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"] * 2,
+         "hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 128},
+    ),
+    "gemma4_unified_text": (
+        transformers.Gemma4UnifiedTextConfig,
+        {**SMALL, **GEMMA4, "num_hidden_layers": 3, "num_kv_shared_layers": 1,
+         "layer_types": ["sliding_attention", "full_attention", "full_attention"]},
+    ),
+    "gemma4_experts": (
+        transformers.Gemma4TextConfig,
+        {**GEMMA4, "num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+         "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
+         "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 12},
+    ),
 }  # fmt: skip
 REWARD_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
 REWARD_SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_labels": 1}
@@ -220,13 +247,15 @@ def random_model(kind: type, config: transformers.PreTrainedConfig, seed: int) -
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn_like(parameter)
-            if "norm" in name:
+            if "norm" in name or name.endswith("scale"):
                 parameter.add_(0.3 * noise)
             else:
                 parameter.copy_((0.5 if name.endswith("bias") else 0.2) * noise)
         for name, buffer in model.named_buffers():
             if name.endswith("e_score_correction_bias"):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            elif name.endswith("layer_scalar"):
+                buffer.copy_(1 + 0.3 * torch.randn_like(buffer))
     return model.eval()
 
 
@@ -244,7 +273,14 @@ def scores(model: torch.nn.Module, tokens: np.ndarray, lengths: np.ndarray) -> n
 
 
 def version4(config: dict) -> dict:
-    """The same configuration as transformers 4 writes it."""
+    """The same configuration as transformers 4 writes it; of a model that it lacks, as published ones are written."""
+    if "per_layer_config" in config:
+        sizes = next(iter(config["per_layer_config"].values()))
+        others = {name: value for name, value in config.items() if name != "per_layer_config"}
+        return others | {
+            "global_head_dim": sizes["head_dim"],
+            "num_global_key_value_heads": sizes.get("num_key_value_heads"),
+        }
     old = {name: value for name, value in config.items() if name not in ("rope_parameters", "dtype")}
     rope = config["rope_parameters"]
     full, local = rope.get("full_attention", rope), rope.get("sliding_attention")

@@ -10,7 +10,7 @@ import optax
 from optax import contrib
 
 from jaxrl_llm.learner.settings import MUON_RMS, Moments, Optimiser
-from jaxrl_llm.models.decoder import INPUTS
+from jaxrl_llm.models.decoder import summed_axes
 from jaxrl_llm.sharding import constrain
 from jaxrl_llm.sharding.rules import RULES, parameter_path
 
@@ -143,8 +143,7 @@ def input_axes(path: tuple, x: Any) -> int | None:
     name = parameter_path(path)
     if not name.startswith("blocks/") or not _is_decayed(name):
         return None
-    weight = name.removeprefix("blocks/").removesuffix("/a")
-    return INPUTS.get(weight, 1)
+    return summed_axes(name.removeprefix("blocks/").removesuffix("/a"))
 
 
 def fold_to_matrices(path: tuple, x: jax.Array) -> jax.Array:
@@ -161,7 +160,7 @@ def decay_mask(params: Any) -> Any:
 
 
 def _is_decayed(name: str) -> bool:
-    return not any(word in name for word in ("norm", "bias", "decay_log", "_conv"))
+    return not any(word in name for word in ("norm", "bias", "decay_log", "_conv", "_scale"))
 
 
 def move_memory(tree: Any, like: Any = None) -> Any:

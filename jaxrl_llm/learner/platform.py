@@ -13,7 +13,7 @@ from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.learner.batch import Layout, Sample
 from jaxrl_llm.learner.settings import Learner
 from jaxrl_llm.learner.update import Training
-from jaxrl_llm.models.config import ADAPTABLE, PACKED, ComputeOptions, ModelConfig
+from jaxrl_llm.models.config import PACKED, ComputeOptions, ModelConfig
 from jaxrl_llm.models.decoder import Adapter, parameter_shapes, training_flops, visible_pairs
 from jaxrl_llm.models.heads import ScalarModel
 from jaxrl_llm.models.layers import SHORT
@@ -164,8 +164,8 @@ def tokens_in_memory(
     """
     width, lora = jnp.dtype(settings.initial_dtype).itemsize, settings.lora
     numbers = {path: math.prod(shape) for path, shape in parameter_shapes(config).items()}
-    paths = (f"blocks.{matrix.replace('/', '.')}" for matrix in ADAPTABLE if lora.packs(matrix, config))
-    packed = sum(numbers.get(path, 0) for path in paths)
+    matrices = {path: path.removeprefix("blocks.").replace(".", "/") for path in numbers}
+    packed = sum(numbers[path] for path, matrix in matrices.items() if lora.packs(matrix, config))
     if lora.packed:
         held = width * (sum(numbers.values()) - packed) + PACKED[lora.base] * packed
     elif lora.rank:  # and where layers are separate once more, stacked

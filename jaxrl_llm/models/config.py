@@ -53,6 +53,7 @@ class Rope:
       max_positions: the longest sequence the model was made for.
       dims: numbers of a head that are rotated, its first ones; 0 for all.
       interleaved: neighbouring numbers are rotated together, in place of those half a head apart.
+      turning: pairs of numbers that are rotated, those with the largest frequencies; 0 for all (Gemma 4).
       layers: whether each layer rotates; () means all do.
     """
 
@@ -62,6 +63,7 @@ class Rope:
     max_positions: int = 2048
     dims: int = 0
     interleaved: bool = False
+    turning: int = 0
     layers: tuple[bool, ...] = ()
 
 
@@ -101,6 +103,8 @@ class Attention:
       biased: queries, keys and values have biases, in a family that has them.
       normed: queries and keys are normalised, in a family that has weights for it.
       latent: keys and values come from a latent vector, which is what the cache holds; None: the cache holds them.
+      normed_values: values are normalised, without weights (Gemma 4).
+      keys_as_values: values are the keys before their norm and rotation (Gemma 4).
     """
 
     heads: int
@@ -115,6 +119,8 @@ class Attention:
     biased: bool = True
     normed: bool = True
     latent: Latent | None = None
+    normed_values: bool = False
+    keys_as_values: bool = False
 
     @property
     def factor(self) -> float:
@@ -175,10 +181,23 @@ class TokenIds:
     pad: int | None = None
 
 
+LIKE = types.MappingProxyType(
+    {"global_attn": "attn", "shared_kv_attn": "attn", "shared_kv_global_attn": "attn", "wide_mlp": "mlp"}
+)
+"""Parts of layers that are another part with other sizes."""
+
+
+def matrix_role(matrix: str) -> str:
+    """Return the name, in ``ADAPTABLE``, of a matrix ``part/name``."""
+    part, _, name = matrix.partition("/")
+    return f"{LIKE.get(part, part)}/{name}"
+
+
 ADAPTED = (
     *("attn/q", "attn/k", "attn/v", "attn/o", "mlp/gate", "mlp/up", "mlp/down"),
     *("delta/q", "delta/k", "delta/v", "delta/z", "delta/o", "conv/b", "conv/c", "conv/x", "conv/o"),
     *("shared/gate", "shared/up", "shared/down", "attn/q_latent", "attn/latent", "attn/k_rotary"),
+    *("per_layer/gate", "per_layer/projection"),
 )
 """The matrices of a layer that an adapter adapts unless its settings say otherwise."""
 ADAPTABLE = (*ADAPTED, "attn/gate", "experts/gate", "experts/up", "experts/down")
@@ -220,8 +239,9 @@ class Lora(Setting):
         return self.rank > 0 and self.base in PACKED
 
     def packs(self, matrix: str, config: "ModelConfig") -> bool:
-        """Return whether this matrix of ``ADAPTABLE`` is packed."""
-        return matrix.startswith("experts/") or self.base != "mxfp4" or config.experts is None
+        """Return whether a matrix ``part/name`` of the layers is packed."""
+        kinds = matrix.startswith("experts/") or self.base != "mxfp4" or config.experts is None
+        return matrix_role(matrix) in ADAPTABLE and kinds
 
     def check(self, run: Any, where: str) -> None:
         """Refuse matrices that no layer has, or that are listed twice, and a packed base without adapters."""
@@ -268,6 +288,7 @@ class Experts:
       groups: experts are chosen from this many groups of equal size, of which each token takes ``active_groups``, those
         with the largest sum of their best two.
       scaling: factor on the weights.
+      beside_mlp: each layer has an MLP too, to which the experts' output is added (Gemma 4).
       limit: the gate is at most this, and ``up`` is between its negative and it: GPT-OSS's
         ``gate * sigmoid(alpha * gate) * (up + 1)``; 0 for the plain ``activation(gate) * up``.
       alpha: see ``limit``.
@@ -287,6 +308,7 @@ class Experts:
     groups: int = 1
     active_groups: int = 1
     scaling: float = 1.0
+    beside_mlp: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,6 +324,10 @@ class ModelConfig:
       activation: "silu" or "gelu_tanh".
       experts: of every layer, in place of the MLP; None for a dense model.
       recurrent: layers without attention; None where all have it.
+      global_attention: of the layers without a window, where its sizes are others (Gemma 4); None: ``attention``.
+      shared_kv_layers: number of the last layers, which have queries alone, and attend to the keys and values of the
+        last layer of their kind before them (Gemma 4); ``shared_kv_mlp_width``: of their MLPs, 0 takes ``mlp_width``.
+      per_layer_width: T, numbers by which each layer knows each token of the vocabulary besides (Gemma 4); 0 for none.
       residual_scale: factor on what attention and MLP add to the residual stream (Granite).
     """
 
@@ -317,6 +343,10 @@ class ModelConfig:
     tokens: TokenIds = TokenIds()
     experts: Experts | None = None
     recurrent: Recurrent | None = None
+    global_attention: Attention | None = None
+    shared_kv_layers: int = 0
+    shared_kv_mlp_width: int = 0
+    per_layer_width: int = 0
     residual_scale: float = 1.0
 
     @property
@@ -326,12 +356,35 @@ class ModelConfig:
 
     def layers_with(self, part: str) -> tuple[int, ...]:
         """Return the layers that have a part (``blocks.<part>`` of the parameters), over which it is stacked."""
+        layers = range(self.layers)
         first = None if self.experts is None else self.experts.dense_layers
+        if part in ("mlp", "wide_mlp") and self.shared_kv_mlp_width:
+            return tuple(i for i in layers if self._shares_kv(i) == (part == "wide_mlp"))
         if first is not None and part in ("mlp", "shared", "experts"):
-            return tuple(range(first) if part == "mlp" else range(first, self.layers))
+            return tuple(layers[:first] if part == "mlp" else layers[first:])
+        if self.global_attention is not None and LIKE.get(part, part) == "attn":
+            kind = ("shared_kv_" in part, "global_" in part)
+            return tuple(i for i in layers if (self._shares_kv(i), not self.attention.windows[i]) == kind)
+        if part in LIKE or (part == "experts" and self.experts is None):
+            return ()
         if self.recurrent is None or part not in ("attn", self.state_part):
-            return tuple(range(self.layers))
+            return tuple(layers)
         return tuple(i for i, recurrent in enumerate(self.recurrent.layers) if recurrent == (part != "attn"))
+
+    def _shares_kv(self, layer: int) -> bool:
+        return layer >= self.layers - self.shared_kv_layers
+
+    def attention_of(self, part: str) -> Attention:
+        """Return the attention of the layers with one of the parts ``attn``, ``global_attn``, ..."""
+        if self.global_attention is None:
+            return self.attention
+        own = dataclasses.replace(self.attention, windows=tuple(filter(None, self.attention.windows)))
+        return self.global_attention if "global_" in part else own
+
+    @property
+    def cached_parts(self) -> tuple[str, ...]:
+        """Return the parts whose keys and values a cache holds."""
+        return ("attn",) if self.global_attention is None else ("attn", "global_attn")
 
     @property
     def expert_width(self) -> int:
@@ -340,10 +393,12 @@ class ModelConfig:
 
     @property
     def active_width(self) -> int:
-        """Return the width of all MLPs that compute one token: those of its experts, and the shared one."""
+        """Return the width of all MLPs of a layer that compute one token, its mean where they differ."""
+        wide = self.shared_kv_layers * (self.shared_kv_mlp_width or self.mlp_width)
+        mlp = (wide + (self.layers - self.shared_kv_layers) * self.mlp_width) // self.layers
         if self.experts is None:
-            return self.mlp_width
-        return self.experts.active * self.expert_width + self.experts.shared_width
+            return mlp
+        return self.experts.active * self.expert_width + self.experts.shared_width + self.experts.beside_mlp * mlp
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ from flax import nnx, traverse_util
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_llm.models import experts, layers, recurrent
-from jaxrl_llm.models.config import ADAPTABLE, ComputeOptions, ModelConfig
+from jaxrl_llm.models.config import ADAPTABLE, ComputeOptions, ModelConfig, Norm, matrix_role
 from jaxrl_llm.models.experts import Matrices
 from jaxrl_llm.models.families import FLOAT32, our_shape, tensors_of
 from jaxrl_llm.models.layers import TokenRows, attention_over, layer_windows
@@ -41,8 +41,9 @@ adapters the sum of two, without either), or its input in the host's memory.
 """
 
 
-INPUTS = {"attn/o": 2, "delta/o": 2}
-"""Number of summed axes of a layer's matrix, where it is not one."""
+def summed_axes(matrix: str) -> int:
+    """Return the number of axes of a layer's matrix ``part/name`` over which a product sums."""
+    return 2 if matrix_role(matrix) in ("attn/o", "delta/o") else 1
 
 
 class Weights(nnx.Module):
@@ -118,8 +119,9 @@ class Adapter(nnx.Module):
         self.weights = Weights(parameters)
 
 
-FROZEN = frozenset(("embed", "head", *(f"blocks/{name}" for name in ADAPTABLE)))
-"""Paths of the matrices that keep their dtype below an adapter."""
+def keeps_dtype(path: str) -> bool:
+    """Return whether a matrix keeps its dtype below an adapter."""
+    return path in ("embed", "head", "per_layer_embed") or matrix_role(path.removeprefix("blocks/")) in ADAPTABLE
 
 
 def add_adapter(w: Weights, dtype: Any) -> Weights:
@@ -145,7 +147,7 @@ def linear(w: Weights, part: str, name: str, x: jax.Array) -> jax.Array:
     """
     matrix = getattr(getattr(w, part), name)
     matrix = matrix if isinstance(matrix, QuantisedMatrix) else matrix[...]
-    inputs = INPUTS.get(f"{part}/{name}", 1)
+    inputs = summed_axes(f"{part}/{name}")
     if hasattr(w, "adapter"):
         factors = getattr(getattr(w.adapter.weights, part, None), name, None)
         pair = None if factors is None else (factors.a[...], factors.b[...])
@@ -158,14 +160,14 @@ def cast(model: Decoder, dtype: Any) -> Decoder:
     matrices of the frozen model stay as they are: each product converts its own.
     """
     decoder = getattr(model, "decoder", model)
-    frozen: frozenset[str] = FROZEN if hasattr(decoder.weights.blocks, "adapter") else frozenset()
+    frozen = keeps_dtype if hasattr(decoder.weights.blocks, "adapter") else lambda path: False
 
     def convert(path: tuple, x: Any) -> Any:
         name = re.sub(r"^blocks/\d+/", "blocks/", parameter_path(path))
         if name.replace("/", ".") in FLOAT32:
             return x.astype(jnp.float32)
         matrix, _, part = name.rpartition("/")  # of a packed one, or of an adapter
-        return x if name in frozen or (matrix in frozen and part not in ("a", "b")) else x.astype(dtype)
+        return x if frozen(name) or (frozen(matrix) and part not in ("a", "b")) else x.astype(dtype)
 
     return jax.tree.map_with_path(convert, model)
 
@@ -333,6 +335,26 @@ already applied. On a mesh K counts the copies of heads.
 """
 
 
+ATTENTION_PARTS = ("attn", "global_attn", "shared_kv_attn", "shared_kv_global_attn")
+
+SharedKV = dict[str, tuple[jax.Array, jax.Array]]
+"""Keys and values [B, S, K, H] of the last layer with its own, by part: layers after it may attend to them too."""
+
+
+def attention_part(w: Weights) -> str:
+    """Return the part of a layer that attends; "" of one with a state."""
+    return next((part for part in ATTENTION_PARTS if hasattr(w, part)), "")
+
+
+def empty_shared_kv(config: ModelConfig, outer: tuple[int, ...], dtype: Any) -> SharedKV:
+    """Return zeros [*outer, K, H] in place of keys and values before the first layer; {} where no layer needs them."""
+    if not config.shared_kv_layers:
+        return {}
+    each = {part: config.attention_of(part) for part in config.cached_parts}
+    zeros = {part: jnp.zeros((*outer, a.kv_heads, a.head_dim), dtype) for part, a in each.items()}
+    return {part: (x, x) for part, x in zeros.items()}
+
+
 def block(
     w: Weights,
     config: ModelConfig,
@@ -342,15 +364,18 @@ def block(
     sequences: Any,
     replayed: jax.Array | None = None,
     compute: ComputeOptions = ComputeOptions(),
-) -> tuple[jax.Array, jax.Array | None]:
+    shared_kv: SharedKV | None = None,
+    token_input: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array | None, SharedKV]:
     """Apply one layer to x [B, S, D]; ``attend`` knows mask and cache, and ``sequences`` (``recurrent.Sequences``, None
-    in a model of attention alone) the states. Returns x, and the router's own choice of experts, uint8 or uint16[B, S,
-    k]; None for a layer without. ``cos_sin``: see ``layers.rotary_cos_sin``. ``replayed`` and ``compute``: see
-    ``experts.mixture``.
+    in a model of attention alone) the states. Returns x, the router's own choice of experts, uint8 or uint16[B, S, k],
+    None for a layer without, and ``shared_kv`` with the layer's own. ``cos_sin``: see ``layers.rotary_cos_sin``.
+    ``replayed`` and ``compute``: see ``experts.mixture``. ``token_input``: see ``per_layer_inputs``.
     """
     norm = functools.partial(layers.rms_norm, norm=config.norm)
     pre = config.norm.placement != "post"
     post = config.norm.placement != "pre"
+    shared_kv = shared_kv or {}
     h = activation(norm(x, w.norms.attn[...]) if pre else x, "hidden")
     if hasattr(w, "delta"):
         with jax.named_scope("delta"):
@@ -361,7 +386,7 @@ def block(
     else:
         with jax.named_scope("attention"):
             if config.attention.latent is None:
-                h = self_attention(w, config, h, cos_sin, attend)
+                h, shared_kv = self_attention(w, config, h, cos_sin, attend, shared_kv)
             else:
                 h = latent_attention(w, config, h, cos_sin, attend, isinstance(sequences, recurrent.Continuation))
     x = add_residual(x, norm(h, w.norms.attn_post[...]) if post else h, config)
@@ -369,6 +394,12 @@ def block(
     routing = None
     if not hasattr(w, "experts"):
         h = mlp(w, config, h)
+    elif config.experts is not None and config.experts.beside_mlp:
+        with jax.named_scope("experts"):
+            routed_h = activation(norm(x, w.experts.pre_norm[...]), "hidden")
+            routed, routing = layer_experts(w, config, routed_h, replayed, compute, router_input(w, config, x))
+            routed = norm(activation(routed, "residual"), w.experts.post_norm[...])
+        h = norm(mlp(w, config, h), w.experts.mlp_post_norm[...]) + routed
     else:
         with jax.named_scope("experts"):
             routed, routing = layer_experts(w, config, h, replayed, compute)
@@ -379,28 +410,58 @@ def block(
             gate = jax.nn.sigmoid(layers.product("bsd,d->bs", h, w.experts.shared_gate[...]))
             routed += gate[..., None].astype(h.dtype) * mlp(w, config, h)
         h = routed
-    return add_residual(x, norm(h, w.norms.mlp_post[...]) if post else h, config), routing
+    x = add_residual(x, norm(h, w.norms.mlp_post[...]) if post else h, config)
+    if token_input is not None:
+        gate = layers.ACTIVATIONS[config.activation](linear(w, "per_layer", "gate", activation(x, "hidden")))
+        h = activation(linear(w, "per_layer", "projection", gate * token_input), "residual")
+        x += norm(h, w.norms.per_layer[...])
+    if hasattr(w.norms, "layer_scale"):
+        x *= jax.lax.stop_gradient(w.norms.layer_scale[...]).astype(x.dtype)
+    return x, routing, shared_kv
 
 
 def self_attention(
-    w: Weights, config: ModelConfig, h: jax.Array, cos_sin: tuple[jax.Array, jax.Array], attend: Attend
-) -> jax.Array:
+    w: Weights,
+    config: ModelConfig,
+    h: jax.Array,
+    cos_sin: tuple[jax.Array, jax.Array],
+    attend: Attend,
+    shared_kv: SharedKV,
+) -> tuple[jax.Array, SharedKV]:
     """Apply a layer's attention to the normalised h [B, S, D]: see ``block``."""
+    part = attention_part(w)
+    settings, weights, stored = config.attention_of(part), getattr(w, part), part.removeprefix("shared_kv_")
     norm = functools.partial(layers.rms_norm, norm=config.norm)
-    q, k, v = (activation(linear(w, "attn", name, h), "heads") for name in "qkv")
-    if hasattr(w.attn, "q_bias"):
-        biases = (w.attn.q_bias, w.attn.k_bias, w.attn.v_bias)
-        q, k, v = (t + b[...][None, None] for t, b in zip((q, k, v), biases, strict=True))
-    if hasattr(w.attn, "q_norm"):
-        q = norm(q, w.attn.q_norm[...])
-        k = norm(k, w.attn.k_norm[...])
-    q, k = (layers.rotate(t, cos_sin, config.attention.rope.interleaved) for t in (q, k))
-    sinks = w.attn.sinks[...] if config.attention.sinks else None
+    cos, sin = (x[..., : (settings.rope.dims or settings.head_dim) // 2] for x in cos_sin)
+    rotate = functools.partial(layers.rotate, cos_sin=(cos, sin), interleaved=settings.rope.interleaved)
+
+    def project(name: str) -> jax.Array:
+        x = activation(linear(w, part, name, h), "heads")
+        return x + getattr(weights, f"{name}_bias")[...][None, None] if hasattr(weights, f"{name}_bias") else x
+
+    q = project("q")
+    q = rotate(norm(q, weights.q_norm[...]) if hasattr(weights, "q_norm") else q)
+    if part == stored:
+        k = project("k")
+        v = k if settings.keys_as_values else project("v")
+        k = rotate(norm(k, weights.k_norm[...]) if hasattr(weights, "k_norm") else k)
+        v = layers.rms_norm(v, jnp.ones(v.shape[-1:], v.dtype), Norm(config.norm.eps)) if settings.normed_values else v
+        shared_kv = shared_kv | {stored: (k, v)} if stored in shared_kv else shared_kv
+    else:
+        k, v = shared_kv[stored]
+    sinks = weights.sinks[...] if settings.sinks else None
     out = activation(attend_with_copies(attend, head_copies(k.shape[2]), q, k, v, sinks), "heads")
-    if config.attention.gated:
-        out = out * jax.nn.sigmoid(activation(linear(w, "attn", "gate", h), "heads"))
-    out = activation(linear(w, "attn", "o", out), "residual")
-    return out + w.attn.o_bias[...][None, None] if hasattr(w.attn, "o_bias") else out
+    if settings.gated:
+        out = out * jax.nn.sigmoid(activation(linear(w, part, "gate", h), "heads"))
+    out = activation(linear(w, part, "o", out), "residual")
+    out = out + weights.o_bias[...][None, None] if hasattr(weights, "o_bias") else out
+    return out, shared_kv
+
+
+def router_input(w: Weights, config: ModelConfig, x: jax.Array) -> jax.Array:
+    """Return what the router of experts beside an MLP reads of the residual stream x [B, S, D]."""
+    h = layers.rms_norm(x, w.experts.router_norm[...], Norm(config.norm.eps))
+    return activation(h * jnp.asarray(config.width**-0.5, h.dtype), "hidden")
 
 
 def latent_attention(
@@ -442,17 +503,22 @@ def latent_attention(
 
 
 def layer_experts(
-    w: Weights, config: ModelConfig, h: jax.Array, replayed: jax.Array | None, compute: ComputeOptions
+    w: Weights,
+    config: ModelConfig,
+    h: jax.Array,
+    replayed: jax.Array | None,
+    compute: ComputeOptions,
+    router_input: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute ``experts.mixture`` of a layer's weights. Packed ones are widened again in the backward pass: the wide
     matrices of all layers would be in memory otherwise.
     """
 
-    def run(w: Weights, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def run(w: Weights, h: jax.Array, router_input: jax.Array | None) -> tuple[jax.Array, jax.Array]:
         matrices = add_adapter(w, h.dtype).experts if hasattr(w, "adapter") else w.experts
-        return experts.mixture(matrices, config, h, replayed, compute)
+        return experts.mixture(matrices, config, h, replayed, compute, router_input)
 
-    return (jax.checkpoint(run) if isinstance(w.experts.gate, QuantisedMatrix) else run)(w, h)
+    return (jax.checkpoint(run) if isinstance(w.experts.gate, QuantisedMatrix) else run)(w, h, router_input)
 
 
 def add_residual(x: jax.Array, change: jax.Array, config: ModelConfig) -> jax.Array:
@@ -463,6 +529,7 @@ def add_residual(x: jax.Array, change: jax.Array, config: ModelConfig) -> jax.Ar
 
 def mlp(w: Weights, config: ModelConfig, h: jax.Array, part: str = "mlp") -> jax.Array:
     """Apply a layer's MLP, or its ``shared`` expert, to the normalised h [B, S, D]."""
+    part = part if hasattr(w, part) else "wide_mlp"
     with jax.named_scope("mlp"):
         gate, up = (activation(linear(w, part, name, h), "mlp") for name in ("gate", "up"))
         h = linear(w, part, "down", layers.ACTIVATIONS[config.activation](gate) * up)
@@ -497,6 +564,21 @@ def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
     return x if scale == 1.0 else x * jnp.asarray(scale, x.dtype)
 
 
+def per_layer_inputs(model: Decoder, tokens: jax.Array, x: jax.Array) -> Stacks:
+    """Return what each layer reads of tokens [B, S] besides, [L, B, S, T], by part: the mean of a token's row in a
+    table for that layer and of a product of its embedding x [B, S, D]; {} in models without. Sums of two of variance 1
+    are divided by sqrt(2).
+    """
+    config, w = model.config, model.weights
+    if not config.per_layer_width:
+        return {}
+    rows = w.per_layer_embed[...].at[tokens].get(mode="clip").astype(x.dtype)
+    rows = rows * jnp.asarray(config.per_layer_width**0.5, x.dtype)
+    projected = layers.project(x, w.per_layer_projection[...]) * jnp.asarray(config.width**-0.5, x.dtype)
+    projected = layers.rms_norm(projected, w.per_layer_norm[...], config.norm)
+    return {"per_layer": jnp.moveaxis((rows + projected) * jnp.asarray(2.0**-0.5, x.dtype), 2, 0)}
+
+
 def final_hidden(model: Decoder, x: jax.Array) -> jax.Array:
     """Return the normalised final hidden states of the last layer's output x [..., D], as heads multiply them."""
     hidden = layers.rms_norm(x, model.weights.final_norm[...], model.config.norm)
@@ -528,30 +610,36 @@ def routed(
     """
     config = model.config
     positions = jnp.asarray(rows.positions)
-    attention = attention_over(rows, config.attention, compute)
+    parts = [part for part in ATTENTION_PARTS if config.layers_with(part)]
+    attention = {part: attention_over(rows, config.attention_of(part), compute) for part in parts}
 
     sequences = None
     if config.recurrent is not None:
         group, branch = (jnp.asarray(x) for x in (rows.group, rows.branch))
         sequences = recurrent.PackedSequences(group, branch, compute.attention != "splash", config.recurrent.kernel)
 
-    def apply_layer(x: jax.Array, w: Weights, inputs: Stacks) -> tuple[jax.Array, Stacks]:
+    def apply_layer(carry: tuple[jax.Array, SharedKV], w: Weights, inputs: Stacks) -> tuple[Any, Stacks]:
+        x, shared_kv = carry
         rotation, window = inputs["layer"]
         x = checkpoint_name(x, "layer_input")
         w = gather_layer(add_adapter(w, x.dtype) if getattr(getattr(w, "adapter", None), "merged", False) else w)
-        attend: Any = functools.partial(attention, window=window)
+        part = attention_part(w)
+        attend: Any = functools.partial(attention[part], window=window) if part else None
         cos_sin, forced = layers.rotary_cos_sin(positions, rotation), inputs.get("experts")
-        x, routing = block(w, config, x, cos_sin, attend, sequences, forced, compute)
-        return activation(x, "residual"), {} if routing is None else {"experts": routing}
+        token_input = inputs.get("per_layer")
+        x, routing, shared_kv = block(w, config, x, cos_sin, attend, sequences, forced, compute, shared_kv, token_input)
+        return (activation(x, "residual"), shared_kv), {} if routing is None else {"experts": routing}
 
     adapted = hasattr(model.weights.blocks, "adapter") and not model.weights.blocks.adapter.merged
     policy = REMAT["adapted dots" if compute.remat == "dots" and adapted else compute.remat]
     layer = apply_layer if policy is None else jax.checkpoint(apply_layer, policy=policy)
     # First whole: positions divided as the vocabulary is would gather the table instead.
-    x = activation(activation(embed(model, jnp.asarray(rows.tokens)), "hidden"), "residual")
-    inputs = {"layer": layers.layer_constants(config)}
+    hidden = activation(embed(model, jnp.asarray(rows.tokens)), "hidden")
+    x = activation(hidden, "residual")
+    inputs = {"layer": layers.layer_constants(config), **per_layer_inputs(model, jnp.asarray(rows.tokens), hidden)}
     inputs |= {} if replayed is None else {"experts": jnp.moveaxis(replayed, 2, 0)}
-    x, out = scan_layers(layer, x, config, stack_layers(model), inputs, compute.unroll)
+    carry = (x, empty_shared_kv(config, x.shape[:2], x.dtype))
+    (x, _), out = scan_layers(layer, carry, config, stack_layers(model), inputs, compute.unroll)
     hidden = activation(final_hidden(model, x), "hidden")
     return hidden, jnp.moveaxis(out["experts"], 0, 2) if "experts" in out else None
 
@@ -583,18 +671,22 @@ def count_parameters(config: ModelConfig) -> tuple[int, int, int]:
         for path in sizes.keys() & {f"blocks.experts.{name}" for name in Matrices._fields}:
             sizes[path] = sizes[path] * config.experts.active // config.experts.count
     # Norms and biases are added or scaled with: no products.
-    elementwise = ("norm", "_bias", "sinks")
+    elementwise = ("norm", "_bias", "sinks", "_scale")
     matrices = [path for path in sizes if path.startswith("blocks.") and not any(word in path for word in elementwise)]
     return total, sum(sizes.values()), sum(sizes[path] for path in matrices)
 
 
 def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
-    """Count pairs of a query at positions first .. last - 1 and a key it sees, itself included, summed over layers."""
+    """Count pairs of a query at positions first .. last - 1 and a key it sees, itself included, summed over layers. A
+    pair of wider heads than ``attention.head_dim`` counts as much more.
+    """
     pairs = 0.0
     windows = layer_windows(config)
-    for window in (windows[layer] for layer in config.layers_with("attn")):
-        full = min(max(window - 1, first), last) if window else last  # queries before it see all
-        pairs += (full * (full + 1) - first * (first + 1)) / 2 + (last - full) * window
+    for part in ATTENTION_PARTS:
+        share = config.attention_of(part).head_dim / config.attention.head_dim
+        for window in (windows[layer] for layer in config.layers_with(part)):
+            full = min(max(window - 1, first), last) if window else last  # queries before it see all
+            pairs += share * ((full * (full + 1) - first * (first + 1)) / 2 + (last - full) * window)
     return pairs
 
 

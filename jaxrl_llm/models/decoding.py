@@ -19,9 +19,21 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from jaxrl_llm.models import decode_kernels, layers
-from jaxrl_llm.models.config import ComputeOptions, ModelConfig
+from jaxrl_llm.models.config import Attention, ComputeOptions, ModelConfig
 from jaxrl_llm.models.decode_kernels import ByLength, ChunkColumns, ColumnRange, PartialAttention, ReadPlan
-from jaxrl_llm.models.decoder import Decoder, Stacks, Weights, block, embed, final_hidden, scan_layers
+from jaxrl_llm.models.decoder import (
+    Decoder,
+    SharedKV,
+    Stacks,
+    Weights,
+    attention_part,
+    block,
+    embed,
+    empty_shared_kv,
+    final_hidden,
+    per_layer_inputs,
+    scan_layers,
+)
 from jaxrl_llm.models.recurrent import Continuation, empty_state
 from jaxrl_llm.sharding import BATCH, constrain, fit_spec, head_copies
 
@@ -32,12 +44,14 @@ class Cache(NamedTuple):
     int8 ones ``scales`` float32 [L, B, K, 2, S] are the factors of each head's key and value in a column; None for
     others. L counts the layers with attention. ``state``: the ``recurrent.State`` of the other layers, [L', B, ...],
     after what is valid of each row's columns; None without such layers, and of what has columns alone.
+    ``global_attn``: the cache of layers with ``ModelConfig.global_attention``; None without such layers.
     """
 
     k: Any
     v: Any
     scales: Any = None
     state: Any = None
+    global_attn: Any = None
 
     @property
     def columns(self) -> int:
@@ -47,11 +61,26 @@ class Cache(NamedTuple):
 
 def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cache:
     """Return a cache of zeros on ``jax.set_mesh``'s mesh, for ``rows`` sequences of up to ``columns`` positions."""
-    heads, key, value = config.attention.cached
-    outer = (len(config.layers_with("attn")), rows, heads * head_copies(heads))
-    scales = jnp.zeros((*outer, 2, columns), jnp.float32) if dtype == jnp.int8 else None
-    k, v = jnp.zeros((*outer, key, columns), dtype), jnp.zeros((*outer, columns, value), dtype)
-    return Cache(k, v, scales, empty_state(config, rows))
+    caches: Stacks = {}
+    for part in config.cached_parts:
+        heads, key, value = config.attention_of(part).cached
+        outer = (len(config.layers_with(part)), rows, heads * head_copies(heads))
+        scales = jnp.zeros((*outer, 2, columns), jnp.float32) if dtype == jnp.int8 else None
+        caches[part] = Cache(
+            jnp.zeros((*outer, key, columns), dtype), jnp.zeros((*outer, columns, value), dtype), scales
+        )
+    return join_parts(caches, empty_state(config, rows))
+
+
+def split_parts(cache: Cache) -> Stacks:
+    """Return the columns of a cache by the part of the layers that they are of."""
+    own = cache._replace(state=None, global_attn=None)
+    return {"attn": own} if cache.global_attn is None else {"attn": own, "global_attn": cache.global_attn}
+
+
+def join_parts(caches: Stacks, state: Any) -> Cache:
+    """Return a cache of columns by part."""
+    return caches["attn"]._replace(state=state, global_attn=caches.get("global_attn"))
 
 
 def stored(k: jax.Array, v: jax.Array, dtype: Any) -> Cache:
@@ -71,7 +100,9 @@ def stored(k: jax.Array, v: jax.Array, dtype: Any) -> Cache:
 def by_columns(change: Callable[..., jax.Array], *caches: Cache) -> Cache:
     """Apply ``change(array of each cache, axis of its columns)`` to keys, values and scales; states are the first's."""
     arrays = zip(*(cache[:3] for cache in caches), (-1, -2, -1), strict=True)
-    return Cache(*(None if x[0] is None else change(*x) for x in arrays), state=caches[0].state)
+    inner = [cache.global_attn for cache in caches]
+    changed = None if inner[0] is None else by_columns(change, *inner)
+    return Cache(*(None if x[0] is None else change(*x) for x in arrays), caches[0].state, changed)
 
 
 def with_columns(cache: Cache, count: int) -> Cache:
@@ -270,7 +301,7 @@ def extend(
     count = tokens.shape[1]
     states = empty_state(config, len(tokens)) if cache is None else cache.state
     state_tokens = jnp.full(len(tokens), count, jnp.int32) if state_tokens is None else state_tokens
-    cache = cache and cache._replace(state=None)
+    cached = {} if cache is None else split_parts(cache)
     steps = jnp.arange(count)
     columns = jnp.arange(cache.columns if cache else 0)
     positions = lengths[:, None] + steps[None]
@@ -279,9 +310,11 @@ def extend(
     before = jnp.broadcast_to(columns[None, None] < lengths[:, None, None], (len(tokens), count, len(columns)))
     in_sequence = jnp.concatenate([before, since >= 0], 2)
 
-    def layer(x: jax.Array, w: Weights, inputs: Stacks) -> tuple[jax.Array, Stacks]:
+    def layer(carry: tuple[jax.Array, SharedKV], w: Weights, inputs: Stacks) -> tuple[Any, Stacks]:
+        x, shared_kv = carry
         rotation, window = inputs["layer"]
-        main = inputs.get("attn")
+        part = attention_part(w)
+        settings, main = config.attention_of(part), _of_layer(inputs, part, cached)
         sequences = Continuation(inputs.get(config.state_part, {}), state_tokens)
         visible = in_sequence & ((window == 0) | (distance < window))
         new_columns = []
@@ -289,28 +322,39 @@ def extend(
         def attend(q: jax.Array, k: jax.Array, v: jax.Array, sinks: jax.Array | None) -> jax.Array:
             new_columns.append(stored(k, v, dtype))
             parts = new_columns if main is None else [main, *new_columns]
-            s = jnp.concatenate([_scores(config, q, part) for part in parts], -1)
+            s = jnp.concatenate([_scores(settings, q, part) for part in parts], -1)
             weights = layers.attention_weights(s, visible[:, None, :, None], sinks)
-            mix = lambda weights, part: layers.mix(*_weighted(config, weights, part, v.dtype))  # noqa: E731
+            mix = lambda weights, part: layers.mix(*_weighted(settings, weights, part, v.dtype))  # noqa: E731
             mixed = mix(weights[..., len(columns) :], new_columns[0])
-            return mixed + mix(weights[..., : len(columns)], main) if cache else mixed
+            return mixed + mix(weights[..., : len(columns)], main) if main else mixed
 
-        x, routing = block(w, config, x, layers.rotary_cos_sin(positions, rotation), attend, sequences)
-        return constrain(x, BATCH), _outputs(config, new_columns, sequences, routing)
+        cos_sin, token_input = layers.rotary_cos_sin(positions, rotation), inputs.get("per_layer")
+        x, routing, shared_kv = block(
+            w, config, x, cos_sin, attend, sequences, shared_kv=shared_kv, token_input=token_input
+        )
+        return (constrain(x, BATCH), shared_kv), _outputs(config, part, new_columns, sequences, routing)
 
     x = constrain(embed(model, tokens), BATCH)
-    inputs = {"layer": layers.layer_constants(config), config.state_part: states}
-    inputs |= {} if cache is None else {"attn": cache}
-    _, out = scan_layers(layer, x, config, model.weights.blocks, inputs)
+    inputs = {"layer": layers.layer_constants(config), config.state_part: states, **cached}
+    inputs |= per_layer_inputs(model, tokens, x)
+    carry = (x, empty_shared_kv(config, x.shape[:2], x.dtype))
+    _, out = scan_layers(layer, carry, config, model.weights.blocks, inputs)
     experts = jnp.moveaxis(out["experts"], 0, 2) if "experts" in out else None
-    return out["attn"]._replace(state=out.get(config.state_part)), experts
+    return join_parts(out, out.get(config.state_part)), experts
+
+
+def _of_layer(inputs: Stacks, part: str, stacks: Stacks) -> Any:
+    """Return what belongs to a layer's keys and values; for a layer that shares another's, the last of ``stacks``."""
+    source = part.removeprefix("shared_kv_")
+    return inputs.get(part) if part == source else jax.tree.map(lambda x: x[-1], stacks.get(source))
 
 
 def _outputs(
-    config: ModelConfig, new_columns: list[Cache], sequences: Continuation, routing: jax.Array | None
+    config: ModelConfig, part: str, new_columns: list[Cache], sequences: Continuation, routing: jax.Array | None
 ) -> Stacks:
     """Return what a layer adds to the cache, and the experts of its tokens, by the part that it comes from."""
-    out: Stacks = {"attn": new_columns[0]} if new_columns else {config.state_part: sequences.new}
+    out: Stacks = {} if part.startswith("shared_kv_") else {part: new_columns[0]} if part else {}
+    out |= {} if part else {config.state_part: sequences.new}
     return out if routing is None else out | {"experts": routing}
 
 
@@ -342,15 +386,29 @@ def decode(
     """
     config = model.config
     state_tokens = jnp.ones_like(tokens) if active is None else active.astype(jnp.int32)
-    cache, states, chunk = cache._replace(state=None), chunk.state, chunk._replace(state=None)
+    caches, states, chunks = split_parts(cache), chunk.state, split_parts(chunk)
+    blocks = {} if prefix is None else split_parts(prefix.cache)
     positions = lengths + step + (0 if prefix is None else prefix.lengths)
-    arguments = config, cache, prefix, (lengths, lengths + step, positions)
-    read = _attend_all(*arguments, width) if form is None else _attend_live(*arguments, form)
+    places = (lengths, lengths + step, positions)
+    read, stacks = {}, {}
+    for part, own in caches.items():
+        shared = prefix and prefix._replace(cache=blocks[part])
+        if form is None:
+            read[part], sliced = (
+                _attend_all(config.attention_of(part), own, shared, places, width),
+                (own, blocks.get(part)),
+            )
+        else:
+            read[part], sliced = _attend_live(config, part, own, shared, places, form), (None, None)
+        stacks[part] = (chunks[part], np.arange(len(own.v)), *sliced)
     with_chunk = form is not None and decode_kernels.reads_chunk(form, chunk.columns)
 
-    def layer(x: jax.Array, w: Weights, inputs: Stacks) -> tuple[jax.Array, Stacks]:
+    def layer(carry: tuple[jax.Array, SharedKV], w: Weights, inputs: Stacks) -> tuple[Any, Stacks]:
+        x, shared_kv = carry
         rotation, window = inputs["layer"]
-        new, *place = inputs.get("attn", (None,))
+        part = attention_part(w)
+        settings = config.attention_of(part)
+        new, *place = _of_layer(inputs, part, stacks) if part else (Cache(None, None),)
         sequences = Continuation(inputs.get(config.state_part, {}), state_tokens)
         new_columns = []
 
@@ -359,29 +417,30 @@ def decode(
             fresh = by_columns(lambda x, y, axis: put(x, y, step, axis), new, stored(k, v, new.k.dtype))
             new_columns.append(fresh)
             q = q[:, 0]
+            read_cache = read[part.removeprefix("shared_kv_")]
             if with_chunk:
                 chunk_columns = ChunkColumns(*fresh[:3], jnp.stack(decode_kernels.column_range(step + 1, step, window)))
-                parts = read(q, window, *place, chunk_columns)
+                parts = read_cache(q, window, *place, chunk_columns)
             else:
-                cached, *prefixes = read(q, window, *place)
-                parts = [cached, _attend_chunk(config, q, fresh, step, window), *prefixes]
+                cached, *prefixes = read_cache(q, window, *place)
+                parts = [cached, _attend_chunk(settings, q, fresh, step, window), *prefixes]
             if sinks is not None:  # [K, N / K] of the heads: each is a score and no value
                 cached = parts[0]
                 top = jnp.broadcast_to(sinks[None, :, :, None].astype(cached.top.dtype), cached.top.shape)
                 parts = [*parts, PartialAttention(top, jnp.ones_like(top), jnp.zeros_like(cached.mixed))]
             return _merge_parts(parts).astype(q.dtype)[:, None]
 
-        cos_sin = layers.rotary_cos_sin(positions[:, None], rotation)
-        x, routing = block(w, config, x, cos_sin, attend, sequences, compute=FEW)
-        return x, _outputs(config, new_columns, sequences, routing)
+        cos_sin, token_input = layers.rotary_cos_sin(positions[:, None], rotation), inputs.get("per_layer")
+        x, routing, shared_kv = block(w, config, x, cos_sin, attend, sequences, None, FEW, shared_kv, token_input)
+        return (x, shared_kv), _outputs(config, part, new_columns, sequences, routing)
 
     x = constrain(embed(model, tokens)[:, None], BATCH)
-    sliced = (cache, prefix and prefix.cache) if form is None else (None, None)
-    attention = (chunk, np.arange(len(cache.v)), *sliced)
-    inputs = {"layer": layers.layer_constants(config), "attn": attention, config.state_part: states}
-    x, out = scan_layers(layer, x, config, model.weights.blocks, inputs)
+    inputs = {"layer": layers.layer_constants(config), config.state_part: states, **stacks}
+    inputs |= per_layer_inputs(model, tokens[:, None], x)
+    carry = (x, empty_shared_kv(config, x.shape[:2], x.dtype))
+    (x, _), out = scan_layers(layer, carry, config, model.weights.blocks, inputs)
     experts = jnp.moveaxis(out["experts"][:, :, 0], 0, 1) if "experts" in out else None
-    return final_hidden(model, x[:, 0]), out["attn"]._replace(state=out.get(config.state_part)), experts
+    return final_hidden(model, x[:, 0]), join_parts(out, out.get(config.state_part)), experts
 
 
 Places = tuple[jax.Array, jax.Array, jax.Array]
@@ -389,7 +448,7 @@ Places = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _attend_all(
-    config: ModelConfig, cache: Cache, prefix: SharedPrefix | None, places: Places, width: int | None
+    config: Attention, cache: Cache, prefix: SharedPrefix | None, places: Places, width: int | None
 ) -> Callable[..., list[PartialAttention]]:
     """Return the attention of a layer over ``width`` columns of all rows, and over their shared prefixes."""
     lengths, newest, positions = places
@@ -406,7 +465,7 @@ def _attend_all(
     return attend
 
 
-def _attend_part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.Array) -> PartialAttention:
+def _attend_part(config: Attention, q: jax.Array, cache: Cache, visible: jax.Array) -> PartialAttention:
     """Attend over one layer's cache: q [B, K, N / K, H]; mask ``visible`` bool[B, 1, N / K or 1, S]."""
     scores = jnp.where(visible, _scores(config, q, cache), layers.MASKED)
     top = jnp.max(scores, axis=-1, keepdims=True)
@@ -415,26 +474,26 @@ def _attend_part(config: ModelConfig, q: jax.Array, cache: Cache, visible: jax.A
     return PartialAttention(top, jnp.sum(weights, axis=-1, keepdims=True), mixed)
 
 
-def _scores(config: ModelConfig, q: jax.Array, cache: Cache) -> jax.Array:
+def _scores(config: Attention, q: jax.Array, cache: Cache) -> jax.Array:
     """Return the attention scores of queries over one layer's keys; scales multiply scores, and keys stay int8."""
     if cache.scales is None:
-        return layers.attention_scores(q, cache.k, config.attention)
+        return layers.attention_scores(q, cache.k, config)
     scale = jnp.expand_dims(cache.scales[:, :, 0], range(2, q.ndim - 1))
-    return layers.attention_scores(q, cache.k.astype(q.dtype), config.attention, scale)
+    return layers.attention_scores(q, cache.k.astype(q.dtype), config, scale)
 
 
-def _weighted(config: ModelConfig, weights: jax.Array, cache: Cache, dtype: Any) -> tuple[jax.Array, jax.Array]:
+def _weighted(config: Attention, weights: jax.Array, cache: Cache, dtype: Any) -> tuple[jax.Array, jax.Array]:
     """Return weights [B, K, ..., Z] and values of one layer as factors of a product in ``dtype``. Latent vectors are
     the first numbers of keys.
     """
-    latent = config.attention.latent
+    latent = config.latent
     values = cache.v if latent is None else jnp.swapaxes(cache.k[:, :, : latent.rank], 2, 3)
     if cache.scales is not None:
         weights = weights * jnp.expand_dims(cache.scales[:, :, int(latent is None)], range(2, weights.ndim - 1))
     return weights.astype(dtype), values.astype(dtype)
 
 
-def _attend_chunk(config: ModelConfig, q: jax.Array, chunk: Cache, step: Any, window: Any) -> PartialAttention:
+def _attend_chunk(config: Attention, q: jax.Array, chunk: Cache, step: Any, window: Any) -> PartialAttention:
     """Attend over one layer's chunk up to column ``step``."""
     since = (step - jnp.arange(chunk.v.shape[2]))[None]
     visible = (since >= 0) & ((window == 0) | (since < window))
@@ -455,7 +514,7 @@ def _merge_parts(parts: list[PartialAttention]) -> jax.Array:
 
 
 def _attend_prefix(
-    config: ModelConfig, q: jax.Array, blocks: Cache, prefix: SharedPrefix, positions: jax.Array, window: jax.Array
+    config: Attention, q: jax.Array, blocks: Cache, prefix: SharedPrefix, positions: jax.Array, window: jax.Array
 ) -> PartialAttention:
     """Attend over each row's shared prefix: queries [B, K, N / K, H] and results move, both small."""
     count = blocks.v.shape[0]
@@ -475,13 +534,13 @@ def _attend_prefix(
 
 
 def _attend_live(
-    config: ModelConfig, cache: Cache, prefix: SharedPrefix | None, places: Places, form: ByLength
+    config: ModelConfig, part: str, cache: Cache, prefix: SharedPrefix | None, places: Places, form: ByLength
 ) -> Callable[..., list[PartialAttention]]:
     """Return the attention of a layer over the live columns of each row and of its shared prefix, and perhaps over the
     chunk; each device reads its own rows and heads.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    windows = [layers.layer_windows(config)[i] for i in config.layers_with("attn")]
+    windows = [layers.layer_windows(config)[i] for i in config.layers_with(part)]
     kinds = sorted(set(windows))
     of_layer = jnp.asarray([kinds.index(window) for window in windows], jnp.int32)
     blocks = () if prefix is None else (prefix.cache, prefix.rows, prefix.lanes, prefix.lengths)
@@ -498,7 +557,7 @@ def _attend_live(
     all_plans = on_own(plans_of, PartitionSpec(None, *by_row), (by_row, *of_blocks), places, *blocks)
 
     def local(q: jax.Array, layer: jax.Array, cache: Cache, plans: list, chunk: Any, blocks: Any) -> list:
-        read = functools.partial(decode_kernels.attend_by_length, form, config.attention, q)
+        read = functools.partial(decode_kernels.attend_by_length, form, config.attention_of(part), q)
         parts = read(cache, layer, plans[0], chunk)
         return parts + (read(blocks, layer, plans[1]) if blocks else [])
 

@@ -39,6 +39,17 @@ class Matrices(NamedTuple):
     down_bias: Any = None
 
 
+class Router(NamedTuple):
+    """The weights [D, E] of a router; numbers [E] added to its scores, and to the probabilities by which it chooses;
+    and factors [E] on the weights of experts.
+    """
+
+    weights: Any
+    bias: Any = None
+    choice_bias: Any = None
+    expert_scale: Any = None
+
+
 class Sorted(NamedTuple):
     """The pairs of a token and its expert in the order of experts, each expert's from a multiple of ``block`` rows on.
 
@@ -256,10 +267,10 @@ def route(
     replayed: jax.Array | None = None,
     bias: jax.Array | None = None,
     choice_bias: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Choose the experts of tokens x [T, D] by the router's weights [D, E], its ``bias`` [E], and a ``choice_bias`` [E]
-    that the weights do not have. Returns weights float32[T, k]; the experts taken int32[T, k]; and the router's own
-    choice, int32[T, k].
+    """Choose the experts of tokens x [T, D] by a ``Router``. Returns weights float32[T, k]; the experts taken int32[T,
+    k]; and the router's own choice, int32[T, k].
 
     ``replayed`` int[T, k]: experts to take in place of the router's own; a negative number takes its own. The weights
     come from the live probabilities all the same, so the router learns.
@@ -281,6 +292,8 @@ def route(
     weights = jnp.take_along_axis(probabilities, ids, axis=1)
     if experts.renormalise:
         weights /= jnp.sum(weights, axis=1, keepdims=True)
+    if expert_scale is not None:
+        weights *= expert_scale.astype(jnp.float32)[ids]
     return weights * experts.scaling if experts.scaling != 1.0 else weights, ids, top_ids
 
 
@@ -313,16 +326,17 @@ def mixture(
     x: jax.Array,
     replayed: jax.Array | None = None,
     compute: ComputeOptions = ComputeOptions(),
+    router_input: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Compute the experts of one layer for x [B, S, D]; returns the output [B, S, D], and the router's choice [B, S,
-    k]. ``w`` has ``router`` [D, E], perhaps ``router_bias`` and ``choice_bias`` [E], and the ``Matrices`` by name.
-    ``replayed``: experts int[B, S, k] to take in place of the router's, which a negative number takes, or None.
-    ``compute.experts``: the form.
+    k]. ``w`` has ``router`` [D, E], perhaps more of a ``Router``, and the ``Matrices`` by name. ``replayed``: experts
+    int[B, S, k] to take in place of the router's, which a negative number takes, or None. ``compute.experts``: the
+    form. ``router_input`` [B, S, D]: what the router reads in place of x.
     """
     mesh = jax.sharding.get_abstract_mesh()
     matrices = Matrices(*(getattr(w, name)[...] if hasattr(w, name) else None for name in Matrices._fields))
-    bias, choice_bias = (getattr(w, name)[...] if hasattr(w, name) else None for name in ("router_bias", "choice_bias"))
-    router = (w.router[...], bias, choice_bias)
+    names = ("router", "router_bias", "choice_bias", "expert_scale")
+    router = Router(*(getattr(w, name)[...] if hasattr(w, name) else None for name in names))
     if config.experts is None:
         raise ValueError(f"a dense model of the family {config.family} has no experts")
     form = FORMS[compute.experts]
@@ -330,7 +344,7 @@ def mixture(
         form = functools.partial(megablox, interpret=True)
     on_device = functools.partial(_device_mixture, settings=config.experts, act=gating(config), form=form)
     if mesh.empty:
-        return on_device(router, matrices, x, replayed)
+        return on_device(router, matrices, x, replayed, router_input)
     rows = fit_spec(x.shape, (BATCH,), mesh)
     wide = fit_spec(matrices.gate.shape, ("expert", None, "tensor"), mesh)
     (experts, _, width) = wide
@@ -338,16 +352,17 @@ def mixture(
     biases = PartitionSpec(experts, width)
     all_specs = Matrices(wide, wide, PartitionSpec(experts, width, None), biases, biases, PartitionSpec(experts, None))
     layout = Matrices(*(None if matrix is None else spec for matrix, spec in zip(matrices, all_specs, strict=True)))
-    specs = (PartitionSpec(), layout, rows, rows)
+    specs = (PartitionSpec(), layout, rows, rows, rows)
     run = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=(rows, rows), check_vma=False)
-    return run(router, matrices, x, replayed)
+    return run(router, matrices, x, replayed, router_input)
 
 
 def _device_mixture(
-    router: tuple[jax.Array, jax.Array | None, jax.Array | None],
+    router: Router,
     matrices: Matrices,
     x: jax.Array,
     replayed: jax.Array | None,
+    router_input: jax.Array | None,
     settings: Experts,
     act: Gating,
     form: Callable[..., jax.Array],
@@ -362,7 +377,8 @@ def _device_mixture(
     gathers = experts is not None and experts in rows
     flat = x.reshape(-1, x.shape[-1])
     replayed_ids = None if replayed is None else replayed.reshape(len(flat), -1)
-    weights, ids, top_ids = route(router[0], settings, flat, replayed_ids, *router[1:])
+    routed = flat if router_input is None else router_input.reshape(flat.shape)
+    weights, ids, top_ids = route(router.weights, settings, routed, replayed_ids, *router[1:])
     if gathers:
         flat, weights, ids = (jax.lax.all_gather(t, experts, tiled=True) for t in (flat, weights, ids))
     count = len(matrices.gate)

@@ -241,6 +241,9 @@ FIELDS = types.MappingProxyType({
     "linear_conv_kernel_dim": "recurrent.kernel", "conv_L_cache": "recurrent.kernel",
     "linear_num_key_heads": "recurrent.key_heads", "linear_num_value_heads": "recurrent.value_heads",
     "linear_key_head_dim": "recurrent.key_dim", "linear_value_head_dim": "recurrent.value_dim",
+    "global_head_dim": "global_attention.head_dim", "num_global_key_value_heads": "global_attention.kv_heads",
+    "attention_k_eq_v": "global_attention.keys_as_values", "num_kv_shared_layers": "shared_kv_layers",
+    "hidden_size_per_layer_input": "per_layer_width", "top_k_experts": "experts.active",
 })  # fmt: skip
 """Attributes of config.json that are fields of ModelConfig under another name."""
 
@@ -320,6 +323,63 @@ _LATENT_GROUPED: dict[str, Any] = _GROUPED_FACTS | {
     "tensors": (*EMBEDDINGS, *LATENT_ATTENTION, *_GROUPED_TENSORS, *PRE_NORMS), "fused": FUSED_LATENTS,
 }  # fmt: skip
 
+
+def _gemma4_attention(part: str, letters: str) -> tuple[Tensor, ...]:
+    """Return the tensors of the layers of a kind; ``letters``: of their numbers of keys' heads, and of a head."""
+    keys, width = letters
+    shared = part.startswith("shared_kv_")
+    names = {"q": f"N{width}"} | ({} if shared else {"k": keys + width, "v": keys + width})
+    return (
+        *(Tensor(f"{SELF}{x}_proj.weight", f"blocks.{part}.{x}", f"{axes} D", "D" + axes) for x, axes in names.items()),
+        *(Tensor(f"{SELF}{x}_norm.weight", f"blocks.{part}.{x}_norm", width, width) for x in names if x != "v"),
+        Tensor(SELF + "o_proj.weight", f"blocks.{part}.o", f"D N{width}", f"N{width}D"),
+    )
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Return an MLP's tensor of the layers in which it is wider."""
+    axes = (x.replace("F", "O") for x in (tensor.hf_axes, tensor.axes))
+    return Tensor(tensor.name, tensor.path.replace(".mlp.", ".wide_mlp."), *axes)
+
+
+_GEMMA4: dict[str, Any] = {
+    **{name: value for name, value in _GEMMA.items() if name != "query_pre_attn_scalar"},
+    "global_head_dim": 512, "num_global_key_value_heads": None, "attention_k_eq_v": False, "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False, "final_logit_softcapping": None, "use_bidirectional_attention": None,
+    "max_position_embeddings": 131072, "sliding_window": 512,
+}  # fmt: skip
+_GEMMA4_UNIFIED: dict[str, Any] = _GEMMA4 | {"max_position_embeddings": 262144, "sliding_window": 1024}
+_GEMMA4_FACTS: dict[str, Any] = {
+    "constants": {
+        "norm.placement": "both", "attention.scale": 1.0, "attention.normed_values": True,
+        "experts.renormalise": True, "experts.beside_mlp": True,
+    },
+    "tensors": (
+        *(EMBEDDINGS + MATRICES[4:] + SANDWICH_NORMS),
+        *(tensor for part, letters in {"attn": "KH", "global_attn": "JG"}.items()
+          for tensor in _gemma4_attention(part, letters) + _gemma4_attention(f"shared_kv_{part}", letters)),
+        *map(_wide, MATRICES[4:]),
+        Tensor(LAYER + "layer_scalar", "blocks.norms.layer_scale", "1", ""),
+        Tensor("model.embed_tokens_per_layer.weight", "per_layer_embed", "V LT", "VLT"),
+        Tensor("model.per_layer_model_projection.weight", "per_layer_projection", "LT D", "DLT"),
+        Tensor("model.per_layer_projection_norm.weight", "per_layer_norm", "T", "T"),
+        Tensor(LAYER + "per_layer_input_gate.weight", "blocks.per_layer.gate", "T D", "DT"),
+        Tensor(LAYER + "per_layer_projection.weight", "blocks.per_layer.projection", "D T", "TD"),
+        Tensor(LAYER + "post_per_layer_input_norm.weight", "blocks.norms.per_layer", "D", "D"),
+        Tensor(LAYER + "router.proj.weight", "blocks.experts.router", "E D", "DE"),
+        Tensor(LAYER + "router.scale", "blocks.experts.router_norm", "D", "D"),
+        Tensor(LAYER + "router.per_expert_scale", "blocks.experts.expert_scale", "E", "E"),
+        Tensor(LAYER + "experts.gate_proj", "blocks.experts.gate", "E I D", "EDI"),
+        Tensor(LAYER + "experts.up_proj", "blocks.experts.up", "E I D", "EDI"),
+        Tensor(LAYER + "experts.down_proj", "blocks.experts.down", "E D I", "EID"),
+        Tensor(LAYER + "post_feedforward_layernorm_1.weight", "blocks.experts.mlp_post_norm", "D", "D"),
+        Tensor(LAYER + "pre_feedforward_layernorm_2.weight", "blocks.experts.pre_norm", "D", "D"),
+        Tensor(LAYER + "post_feedforward_layernorm_2.weight", "blocks.experts.post_norm", "D", "D"),
+    ),
+    "fused": (Fused(LAYER + "experts.gate_up_proj", (LAYER + "experts.gate_proj", LAYER + "experts.up_proj"), 1),),
+    "scaled_embedding": True, "slides": lambda attributes, layer: (layer + 1) % 6 != 0,
+}  # fmt: skip
+
 LLAMA = Family(
     "llama", "LlamaForCausalLM", "LlamaForSequenceClassification", _defaults(),
     constants={}, tensors=EMBEDDINGS + MATRICES + PRE_NORMS,
@@ -364,6 +424,19 @@ _ALL = (
         constants={"norm.plus_one": True, "norm.placement": "both"},
         tensors=EMBEDDINGS + MATRICES + HEAD_NORMS + SANDWICH_NORMS, scaled_embedding=True,
         slides=lambda attributes, layer: (layer + 1) % attributes["sliding_window_pattern"] != 0,
+    ),
+    Family(
+        "gemma4_text", "Gemma4ForCausalLM", "",
+        _defaults(vocab_size=262144, num_attention_heads=8, **_GEMMA4, hidden_size_per_layer_input=256,
+                  vocab_size_per_layer_input=None,
+                  enable_moe_block=False, num_experts=None, top_k_experts=None, moe_intermediate_size=None),
+        **_GEMMA4_FACTS,
+    ),
+    Family(
+        "gemma4_unified_text", "Gemma4UnifiedForCausalLM", "",
+        _defaults(vocab_size=262144, num_attention_heads=8,
+                  **_GEMMA4_UNIFIED),
+        **_GEMMA4_FACTS,
     ),
     OLMO2,
     Family(
@@ -560,9 +633,13 @@ def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
     """Return the tensors that a checkpoint of this model, a reward model if ``scalar``, holds: no LM head if tied."""
     absent = {"head"} if scalar or config.embeddings.tied else set()
     absent |= set() if config.attention.biased else {tensor.path for tensor in BIASES}
+    other = config.global_attention
+    absent |= {"blocks.global_attn.v"} if other is not None and other.keys_as_values else set()
+    absent |= set() if config.per_layer_width else {"blocks.norms.per_layer"}
     absent |= set() if config.attention.normed else {tensor.path for tensor in HEAD_NORMS}
     tensors = tuple(tensor for tensor in FAMILIES[config.family].tensors if tensor.path not in absent)
     tensors = tuple(tensor for tensor in tensors if layers_of(tensor, config) or not tensor.layered)
+    tensors = tuple(tensor for tensor in tensors if config.per_layer_width or "T" not in tensor.axes)
     if config.attention.latent is not None:
         plain = config.attention.latent.query_rank == 0
         absent_queries = LATENT_ATTENTION[1:4] if plain else LATENT_ATTENTION[:1]
@@ -590,6 +667,9 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "V": config.vocab_size, "D": config.width, "F": config.mlp_width, "L": config.layers,
         "N": attention.heads, "K": attention.kv_heads, "H": attention.head_dim, "1": 1,
     }  # fmt: skip
+    sizes |= {"T": config.per_layer_width, "O": config.shared_kv_mlp_width}
+    if config.global_attention is not None:
+        sizes |= {"J": config.global_attention.kv_heads, "G": config.global_attention.head_dim}
     if config.experts is not None:
         sizes |= {"E": config.experts.count, "I": config.expert_width, "S": config.experts.shared_width}
     if (latent := attention.latent) is not None:

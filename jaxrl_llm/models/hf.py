@@ -86,7 +86,7 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
             old: new for old, new in spellings.items() if new in family.defaults and old not in family.defaults
         }
         renamed = [(spellings.get(name, name), value) for name, value in attributes.items()]
-        attributes = dict(renamed)
+        attributes = _with_global_sizes(dict(renamed), family)
         for name, value in renamed:
             if name in family.spellings.values() and attributes[name] != value:
                 raise InputError(
@@ -124,7 +124,9 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         if activation not in ACTIVATIONS:
             raise InputError(f"config.json names the activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
         values = {path: fields[name] for name, path in FIELDS.items() if name in fields}
-        values |= dict(family.constants) | _read_rope(attributes, family, fields) | _read_layers(fields, family)
+        two_sizes = "global_head_dim" in fields
+        rope = (_read_two_ropes if two_sizes else _read_rope)(attributes, family, fields)
+        values |= dict(family.constants) | rope | _read_layers(fields, family)
         values |= {
             "family": family.model_type,
             "activation": ACTIVATIONS[activation],
@@ -139,19 +141,27 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
             values["attention.latent.query_rank"] = fields["q_lora_rank"] or 0
         if "query_pre_attn_scalar" in fields:
             values["attention.scale"] = float(fields["query_pre_attn_scalar"]) ** -0.5
+        if two_sizes:
+            shared = {path: value for path, value in values.items() if path.startswith("attention.")}
+            values = {f"global_{path}": x for path, x in shared.items() if path != "attention.windows"} | values
+            values["shared_kv_mlp_width"] = 2 * fields["intermediate_size"] if fields["use_double_wide_mlp"] else 0
         parts: dict[str, dict[str, Any]] = collections.defaultdict(dict)
         for path, value in values.items():
             part, _, name = path.rpartition(".")
             parts[part][name] = value
         latent = Latent(**parts["attention.latent"]) if "attention.latent" in parts else None
         attention = Attention(rope=Rope(**parts["attention.rope"]), latent=latent, **parts["attention"])
+        wide = None
+        if two_sizes:
+            wide = Attention(rope=Rope(**parts["global_attention.rope"]), **parts["global_attention"])
         embeddings = Embeddings(**parts["embeddings"])
-        experts = Experts(**parts["experts"]) if "experts" in parts else None
+        experts = Experts(**parts["experts"]) if "count" in parts["experts"] else None
         recurrent = Recurrent(**parts["recurrent"]) if "recurrent" in parts else None
         norm = Norm(**parts["norm"])
         return ModelConfig(
-            attention=attention, norm=norm, embeddings=embeddings, experts=experts, recurrent=recurrent, **parts[""]
-        )
+            attention=attention, norm=norm, embeddings=embeddings, experts=experts, recurrent=recurrent,
+            global_attention=wide, **parts[""],
+        )  # fmt: skip
     except InputError:
         raise
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:  # a list for a number, and the like
@@ -218,7 +228,9 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         "torch_dtype": dtype,
     }
     attributes |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}} if scalar else {}
-    attributes |= {name: operator.attrgetter(FIELDS[name])(config) for name in family.defaults if name in FIELDS}
+    fields = {name: FIELDS[name] for name in family.defaults if name in FIELDS}
+    absent = () if config.experts is not None else tuple(name for name in fields if fields[name].startswith("experts."))
+    attributes |= {name: operator.attrgetter(fields[name])(config) for name in fields if name not in absent}
     activation = next(hf for hf, ours in ACTIVATIONS.items() if ours == config.activation)
     attributes |= {name: activation for name in ("hidden_act", "hidden_activation") if name in family.defaults}
     if "query_pre_attn_scalar" in family.defaults and config.attention.scale is not None:
@@ -249,8 +261,12 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         "no_rope_layers": [int(rotates) for rotates in rope.layers or (True,) * config.layers],
         "partial_rotary_factor": (rope.dims or config.attention.head_dim) / config.attention.head_dim,
     }
+    sliding |= {"enable_moe_block": config.experts is not None, "use_double_wide_mlp": config.shared_kv_mlp_width > 0}
     attributes |= {name: value for name, value in sliding.items() if name in family.defaults}
-    attributes |= {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope.scaling)}
+    if config.global_attention is None:
+        attributes |= {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope.scaling)}
+    else:
+        attributes["rope_parameters"] = _write_two_ropes(config.attention, config.global_attention)
     if rope.local_theta is not None:
         attributes["rope_local_base_freq"] = rope.local_theta
     attributes |= write_token_ids(config.tokens)
@@ -299,12 +315,17 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
         raise InputError(f"config.json does not say {missing[0]}; take the file that belongs to the model")
     if fields["num_key_value_heads"] is None:
         fields["num_key_value_heads"] = fields["num_attention_heads"]
+    if not fields.get("enable_moe_block", True):
+        fields = {name: x for name, x in fields.items() if not FIELDS.get(name, "").startswith("experts.")}
+    if "global_head_dim" in fields:
+        _check_two_sizes(fields)
     counts = """
         vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
         max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
         shared_expert_intermediate_size linear_conv_kernel_dim linear_num_key_heads linear_num_value_heads
         linear_key_head_dim linear_value_head_dim conv_L_cache full_attention_interval block_multiple_of
         n_routed_experts kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_group topk_group
+        global_head_dim num_global_key_value_heads top_k_experts
     """.split()
     for name in (name for name in counts if name in fields):
         optional = (fields[name] is None and name == "head_dim") or (not fields[name] and name == "sliding_window")
@@ -315,8 +336,9 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
         raise InputError(f"config.json sets num_hidden_layers={fields['num_hidden_layers']}; at most 10000 are read")
     _multiple(fields, "num_attention_heads", "num_key_value_heads")
     experts = next((fields[name] for name in EXPERT_COUNTS if name in fields), None)
-    if experts is not None and fields["num_experts_per_tok"] > experts:
-        raise InputError(f"config.json sets num_experts_per_tok={fields['num_experts_per_tok']} of {experts} experts")
+    per_token = next((name for name in ("num_experts_per_tok", "top_k_experts") if name in fields), "")
+    if experts is not None and fields[per_token] > experts:
+        raise InputError(f"config.json sets {per_token}={fields[per_token]} of {experts} experts")
     if "kv_lora_rank" in fields:
         fields["head_dim"] = fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"]
     if fields["head_dim"] is None:
@@ -348,6 +370,49 @@ def _typed(name: str, attributes: Mapping[str, Any], default: Any) -> Any:
     if value is not None and (not isinstance(value, kinds) or (isinstance(default, float) and isinstance(value, bool))):
         raise InputError(f"config.json holds a value of the wrong type: {name}={value!r}, where {default!r} is usual")
     return value
+
+
+def _with_global_sizes(attributes: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """Return the attributes with the sizes of layers without a window under the names of published models, where
+    transformers 5.24 lists them by layer.
+    """
+    if "global_head_dim" not in family.defaults or not (by_layer := attributes.get("per_layer_config")):
+        return attributes
+    first, *others = by_layer.values()
+    kinds = attributes.get("layer_types") or ()
+    wide = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
+    if {*by_layer} != wide or any(other != first for other in others) or {*first} - {"head_dim", "num_key_value_heads"}:
+        raise InputError(
+            f"config.json sets per_layer_config={by_layer!r}; only full_attention layers may differ, all in the same "
+            "head_dim and num_key_value_heads"
+        )
+    sizes = {"global_head_dim": first.get("head_dim", attributes.get("head_dim", 256))}
+    others = {name: value for name, value in attributes.items() if name != "per_layer_config"}
+    return {**others, **sizes, "num_global_key_value_heads": first.get("num_key_value_heads")}
+
+
+def _check_two_sizes(fields: dict[str, Any]) -> None:
+    """Refuse what models with two sizes of attention cannot be, and fill in the keys' heads of global layers."""
+    if fields["num_global_key_value_heads"] is None or not fields["attention_k_eq_v"]:
+        fields["num_global_key_value_heads"] = fields["num_key_value_heads"]
+    _multiple(fields, "num_attention_heads", "num_global_key_value_heads")
+    layers, shared = fields["num_hidden_layers"], fields["num_kv_shared_layers"]
+    kinds = fields["layer_types"] or [
+        "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)
+    ]
+    kinds = fields["layer_types"] = [*kinds[: layers - 1], "full_attention"]  # as transformers does
+    reasons = {
+        f"num_kv_shared_layers={shared}, and an earlier layer of each kind must have keys": not isinstance(shared, int)
+        or {*kinds[: layers - shared]} != {"full_attention", "sliding_attention"},
+        f"global_head_dim={fields['global_head_dim']}, which must be even": fields["global_head_dim"] % 2 != 0,
+        "use_bidirectional_attention='all': tokens here see only those before them":
+            fields["use_bidirectional_attention"] not in (None, "vision"),
+        f"vocab_size_per_layer_input={fields.get('vocab_size_per_layer_input')}, which is not vocab_size":
+            fields.get("hidden_size_per_layer_input", 0) > 0
+            and fields["vocab_size_per_layer_input"] not in (None, fields["vocab_size"]),
+    }  # fmt: skip
+    for reason, holds in reasons.items():
+        require(not holds, f"config.json sets {reason}")
 
 
 def _rotating_layers(fields: Mapping[str, Any]) -> list[bool]:
@@ -418,12 +483,40 @@ def _read_rope(attributes: Mapping[str, Any], family: Family, fields: Mapping[st
     return values
 
 
+def _read_two_ropes(attributes: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Read the rotary parameters of layers with a window, and of those without, which rotate a part of their pairs."""
+    full, local = _rope_parameters(attributes, family)
+    full = full or {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6}
+    strange = {*full} - {"rope_type", "rope_theta", "partial_rotary_factor", "factor"}
+    if strange or full.get("rope_type", "default") not in ("default", "proportional"):
+        raise InputError(f"config.json sets rope_parameters={full!r} of full_attention, which is not known here")
+    if _read_scaling(local, family, fields) is not None:
+        raise InputError("config.json scales the rotary positions of sliding layers; only full layers may be scaled")
+    share = full.get("partial_rotary_factor", 1.0) if full.get("rope_type") == "proportional" else 1.0
+    turning, factor = int(share * fields["global_head_dim"] // 2), full.get("factor", 1.0)
+    return {
+        "attention.rope.theta": float(local.get("rope_theta", 1e4)),
+        "global_attention.rope.theta": float(full.get("rope_theta", 1e6)),
+        "global_attention.rope.turning": turning if share < 1 else 0,
+        "global_attention.rope.scaling": None if factor == 1 else float(factor),
+    }
+
+
+def _write_two_ropes(attention: Attention, wide: Attention) -> dict[str, Any]:
+    share = 2 * wide.rope.turning / wide.head_dim if wide.rope.turning else 1.0
+    factor = {} if wide.rope.scaling is None else {"factor": wide.rope.scaling}
+    full = {"rope_type": "proportional", "partial_rotary_factor": share, "rope_theta": wide.rope.theta, **factor}
+    return {
+        "sliding_attention": {"rope_type": "default", "rope_theta": attention.rope.theta}, "full_attention": full,
+    }  # fmt: skip
+
+
 def _rope_parameters(attributes: Mapping[str, Any], family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the rotary parameters of full and of sliding layers, from each form that transformers 4 and 5 write.
     ``rope_parameters`` or ``rope_scaling`` has them flat or by kind of layer. Flat ones are of all layers; in families
     with two bases only ``rope_scaling`` may be flat, and is of full layers. A key that is null is absent.
     """
-    two_bases = _LOCAL in family.defaults
+    two_bases = _LOCAL in family.defaults or "global_head_dim" in family.defaults
     kinds: dict[str, dict[str, Any]] = {"full_attention": {}, "sliding_attention": {}}
     for name in ("rope_parameters", "rope_scaling"):
         form = dict(attributes.get(name) or {})

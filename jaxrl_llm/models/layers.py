@@ -389,19 +389,26 @@ Rotation = tuple[jax.Array, jax.Array]
 def layer_constants(config: ModelConfig) -> tuple[Rotation, jax.Array]:
     """Return each layer's ``Rotation``, stacked over L, and sliding windows int32[L]. Linear scaling divides all
     frequencies; Llama-3's and YaRN's keep short wavelengths and blend in between. Layers with a window and a base of
-    their own are not scaled; those that do not rotate have frequencies of 0.
+    their own are not scaled; those that do not rotate have frequencies of 0. R is that of the widest heads.
     """
-    rope = config.attention.rope
     windows = layer_windows(config)
-    dims = rope.dims or config.attention.head_dim
-    exponents = np.arange(0, dims, 2, dtype=np.float64) / dims
-    full = _scaled_frequencies(1.0 / rope.theta**exponents, rope)
-    magnitude = rope.scaling.magnitude if isinstance(rope.scaling, Yarn) else 1.0
-    local = full if rope.local_theta is None else 1.0 / rope.local_theta**exponents
-    is_local = [bool(window) and rope.local_theta is not None for window in windows]
-    layers = list(zip(is_local, rope.layers or (True,) * config.layers, strict=True))
-    frequencies = np.stack([(local if windowed else full) * rotates for windowed, rotates in layers])
-    magnitudes = [magnitude if rotates and not windowed else 1.0 for windowed, rotates in layers]
+    rotations = []
+    for layer, window in enumerate(windows):
+        attention = config.attention if window or config.global_attention is None else config.global_attention
+        rope = attention.rope
+        dims = rope.dims or attention.head_dim
+        exponents = np.arange(0, dims, 2, dtype=np.float64) / dims
+        if window and rope.local_theta is not None:
+            frequencies, magnitude = 1.0 / rope.local_theta**exponents, 1.0
+        else:
+            frequencies = _scaled_frequencies(1.0 / rope.theta**exponents, rope)
+            magnitude = rope.scaling.magnitude if isinstance(rope.scaling, Yarn) else 1.0
+        rotates = not rope.layers or rope.layers[layer]
+        turning = np.arange(len(frequencies)) < (rope.turning or len(frequencies))
+        rotations.append((frequencies * turning * rotates, magnitude if rotates else 1.0))
+    widest = max(len(frequencies) for frequencies, _ in rotations)
+    frequencies = np.stack([np.pad(frequencies, (0, widest - len(frequencies))) for frequencies, _ in rotations])
+    magnitudes = [magnitude for _, magnitude in rotations]
     rotation = jnp.asarray(frequencies, jnp.float32), jnp.asarray(magnitudes, jnp.float32)
     return rotation, jnp.asarray(windows, jnp.int32)
 

@@ -6,6 +6,7 @@ it costs no second copy of the weights. An adapter with a ``scalar`` [D] represe
 trained directly, and its base may be a language model.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,15 +15,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.errors import require
-from jaxrl_llm.models.config import ADAPTABLE, Lora, ModelConfig
+from jaxrl_llm.models.config import LIKE, Lora, ModelConfig
 from jaxrl_llm.models.decoder import (
-    INPUTS,
     Adapter,
     Decoder,
     add_adapter,
     parameter_shapes,
     scan_layers,
     stack_layers,
+    summed_axes,
     to_parameters,
     unstack_layers,
 )
@@ -41,16 +42,18 @@ def create_adapter(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any 
     """
     shapes = parameter_shapes(config)
     parameters = {}
-    for index, target in enumerate(lora.targets):
-        part, name = target.split("/")
-        if f"blocks.{part}.{name}" not in shapes:
+    for index, (target, like) in enumerate(itertools.product(lora.targets, ("", *LIKE))):
+        role, name = target.split("/")
+        part = like or role
+        if f"blocks.{part}.{name}" not in shapes or LIKE.get(part, part) != role:
             continue
         shape = shapes[f"blocks.{part}.{name}"]
         first = 2 if part == "experts" else 1
-        last = first + INPUTS.get(target, 1)
+        last = first + summed_axes(target)
         outer, inputs, outputs = shape[:first], shape[first:last], shape[last:]
-        normal = jax.random.normal(jax.random.fold_in(key, index), (*outer, *inputs, lora.rank))
-        a = normal / math.sqrt(math.prod(inputs))
+        number, others = divmod(index, 1 + len(LIKE))
+        own_key = jax.random.fold_in(key, number + others * len(lora.targets))
+        a = jax.random.normal(own_key, (*outer, *inputs, lora.rank)) / math.sqrt(math.prod(inputs))
         parameters.setdefault(part, {})[name] = {"a": a, "b": jnp.zeros((*outer, lora.rank, *outputs))}
     targets = ", ".join(lora.targets)
     require(bool(parameters), f"learner.lora.targets {targets}: a {config.family} model has none of them; add attn/q")
@@ -106,13 +109,13 @@ class BasePacker:
           read_packed: see ``weights.packed_arrays``; of (kind, layer).
         """
         matrix, kind = path.removeprefix("blocks/"), self._lora.base
-        if matrix not in ADAPTABLE or not self._lora.packs(matrix, config):
+        if not self._lora.packs(matrix, config):
             array = read()
             self._count(path, array)
             return array
         outer = int(matrix.startswith("experts/"))
         count, *shape = parameter_shapes(config)[path.replace("/", ".")]
-        sizes = tuple(shape[outer:][: INPUTS.get(matrix, 1)])
+        sizes = tuple(shape[outer:][: summed_axes(matrix)])
         layers = []
         for layer in range(count):
             if arrays := read_packed(kind, layer):
@@ -140,8 +143,8 @@ class BasePacker:
 
 
 def pack_stack(kind: str, matrix: str, stack: jax.Array) -> QuantisedMatrix:
-    """Pack a stack of one of the ``ADAPTABLE`` matrices. InputError: its sizes do not allow it."""
-    return quantise(kind, stack, INPUTS.get(matrix, 1), int(matrix.startswith("experts/")))
+    """Pack a stack of a matrix ``part/name``. InputError: its sizes do not allow it."""
+    return quantise(kind, stack, summed_axes(matrix), int(matrix.startswith("experts/")))
 
 
 SEPARATE_SHARE = 0.6
@@ -156,11 +159,10 @@ def frozen_form(base: Decoder, lora: Lora, mesh: Any) -> Decoder:
     """
     if lora.packed:
         parameters = to_parameters(base)
-        for matrix in ADAPTABLE:
-            part, name = matrix.split("/")
-            stack = parameters["blocks"].get(part, {}).get(name)
-            if stack is not None and not isinstance(stack, QuantisedMatrix) and lora.packs(matrix, base.config):
-                parameters["blocks"][part][name] = pack_stack(lora.base, matrix, stack)
+        for part, matrices in parameters["blocks"].items():
+            for name, stack in matrices.items():
+                if not isinstance(stack, QuantisedMatrix) and lora.packs(f"{part}/{name}", base.config):
+                    matrices[name] = pack_stack(lora.base, f"{part}/{name}", stack)
         return Decoder(base.config, parameters)
     platform = platform_of(mesh)
     if platform == "cpu":

@@ -240,7 +240,7 @@ def _fused(config: ModelConfig) -> list[tuple[Fused, str, list[str]]]:
     return [
         (fused, fused.name.format(layer), [part.format(layer) for part in fused.parts])
         for fused in FAMILIES[config.family].fused
-        for layer in layers[fused.parts[0]]
+        for layer in layers.get(fused.parts[0], ())
     ]
 
 

@@ -20,6 +20,10 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # The vocabulary takes both axes: a width divided over fsdp would clash with the batch, which fsdp divides too.
     "embed": (("tensor", "fsdp"), None),
     "head": ("fsdp", "tensor"),
+    "per_layer_embed": (("tensor", "fsdp"), None, None),
+    "per_layer_projection": ("fsdp", None, None),
+    "blocks/per_layer/gate": (None, "fsdp", None),
+    "blocks/per_layer/projection": (None, None, "fsdp"),
     **dict.fromkeys(("blocks/attn/q", "blocks/attn/k", "blocks/attn/v"), (None, "fsdp", "tensor", None)),
     "blocks/attn/o": (None, "tensor", None, "fsdp"),
     **dict.fromkeys(("blocks/attn/q_bias", "blocks/attn/k_bias", "blocks/attn/v_bias"), (None, "tensor", None)),
@@ -45,10 +49,15 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
 """The mesh axis of each dimension, by parameter path; unlisted parameters (norms) are on every device."""
 
 for _name, _axes in list(RULES.items()):
+    for _part, _like in {"global_attn": "attn", "shared_kv_attn": "attn", "shared_kv_global_attn": "attn",
+                         "wide_mlp": "mlp"}.items():  # fmt: skip
+        RULES |= {_name.replace(f"/{_like}/", f"/{_part}/"): _axes}
+
+for _name, _axes in list(RULES.items()):
     # Adapters are divided as the weight that they are added to, so that forming their product moves nothing.
     if _name.startswith("blocks/") and not _name.endswith(("_bias", "_conv")):
         _outer = 2 if "/experts/" in _name else 1  # the layer's dimension, and the experts'
-        _inputs = _outer + (2 if _name in ("blocks/attn/o", "blocks/delta/o") else 1)
+        _inputs = _outer + (2 if _name.endswith(("attn/o", "delta/o")) else 1)
         RULES |= {f"{_name}/a": (*_axes[:_inputs], None), f"{_name}/b": (*_axes[:_outer], None, *_axes[_inputs:])}
         # Packed matrices too, whose nibbles have one axis of inputs; scales are small, but for those of many experts.
         RULES |= {f"{_name}/codes": _axes, f"{_name}/nibbles": (*_axes[: _outer + 1], *_axes[_inputs:])}

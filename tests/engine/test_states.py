@@ -1,4 +1,4 @@
-"""The engine on layers with a state, and on latent attention: what it samples is what the forward pass says."""
+"""The engine on layers with a state, on latent attention and on layers that share keys: what it samples is what the forward pass says."""
 
 import functools
 
@@ -36,7 +36,7 @@ def worst_gap(model, answers, asked):
 
 @pytest.mark.slow(but=("delta-group", "latent-group"))
 @pytest.mark.parametrize("how", [{"slots": 4, "group": 2}, {"slots": 3, "strict": True}], ids=["group", "strict"])
-@pytest.mark.parametrize("kind", ["delta", "conv", "latent"])
+@pytest.mark.parametrize("kind", ["delta", "conv", "latent", "gemma4"])
 def test_what_is_sampled_has_the_probabilities_of_the_forward_pass(kind, how):
     """Slots are refilled, and grow and shrink; two requests share each prompt."""
     model = tiny(kind)
@@ -66,7 +66,7 @@ def resumed(model, keep, limit=NEW):
 
 @pytest.mark.slow(but="delta-6")
 @pytest.mark.parametrize("limit", [NEW, 6])
-@pytest.mark.parametrize("kind", ["delta", "conv", "latent"])
+@pytest.mark.parametrize("kind", ["delta", "conv", "latent", "gemma4"])
 def test_a_request_resumes_from_the_state_that_was_kept(kind, limit):
     """With the limit it ends within a chunk, whose other steps change nothing."""
     model = tiny(kind)
@@ -90,7 +90,7 @@ def test_without_a_kept_state_a_request_is_computed_from_its_beginning(kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["delta", "conv", "latent"])
+@pytest.mark.parametrize("kind", ["delta", "conv", "latent", "gemma4"])
 def test_turns_of_an_episode_go_on_from_the_end_of_their_prompt(kind):
     """What another request's branch left does not count, and the numbers are those of the forward pass."""
     model = tiny(kind)

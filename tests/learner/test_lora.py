@@ -201,7 +201,7 @@ def test_the_gradient_of_a_frozen_product_is_that_of_the_sum(inputs, dtype):
 
 
 @pytest.mark.slow(but="windows")
-@pytest.mark.parametrize("kind", ["windows", "experts"])
+@pytest.mark.parametrize("kind", ["windows", "experts", "gemma4"])
 def test_separate_layers_compute_the_same(kind):
     """The form in which GPUs hold the frozen model, on this machine."""
     model = tiny(kind)

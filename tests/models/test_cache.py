@@ -272,7 +272,7 @@ def test_latent_vectors_in_int8_have_the_scale_of_their_keys():
     k = np.random.default_rng(0).normal(size=(2, 1, 10, 5)).astype(np.float32)
     weights = np.random.default_rng(1).random((2, 1, 4, 5)).astype(np.float32)
     cache = decoding.stored(jnp.asarray(k), jnp.zeros((2, 1, 5, 0)), jnp.int8)
-    scaled, codes = decoding._weighted(config, jnp.asarray(weights), cache, jnp.float32)
+    scaled, codes = decoding._weighted(config.attention, jnp.asarray(weights), cache, jnp.float32)
     vectors = k[:, :, : config.attention.latent.rank]
     found, expected = jnp.einsum("bkgz,bkzh->bkgh", scaled, codes), np.einsum("bkgz,bkhz->bkgh", weights, vectors)
     np.testing.assert_allclose(found, expected, atol=5 * np.abs(k).max() / 127)

@@ -34,7 +34,7 @@ def test_every_family_has_a_fixture():
 @pytest.mark.parametrize("name", NAMES)
 def test_both_dialects_mean_the_same(name):
     old = json.loads((FIXTURES / name / "config.transformers4.json").read_text())
-    assert "rope_parameters" not in old
+    assert "rope_parameters" not in old or name.startswith("gemma4")  # which transformers 4 never had
     assert read_config(old) == read_config(attributes(name))
 
 
