@@ -3,6 +3,7 @@ adds ``scale * B A`` to a weight [out, in], with A [r, in] and B [out, r]; ours 
 with heads as separate axes. The scale is alpha / r, or alpha / sqrt(r) for rsLoRA (arXiv 2312.03732).
 """
 
+import itertools
 import math
 import os
 import re
@@ -13,17 +14,28 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.models.config import ADAPTED, Lora, ModelConfig
+from jaxrl_llm.models.config import ADAPTABLE, Lora, ModelConfig
 from jaxrl_llm.models.families import FAMILIES, StoredTensor, Tensor, axis_sizes, layers_of, tensors_of
 from jaxrl_llm.models.packed_files import open_packed
-from jaxrl_llm.models.weights import hf_shape, open_file, read_object, to_hf, to_ours, write_object
+from jaxrl_llm.models.weights import (
+    hf_shape,
+    join_tensors,
+    open_file,
+    read_object,
+    split_tensors,
+    to_hf,
+    to_ours,
+    write_object,
+)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+FACTOR = "base_model.model.{}.lora_{}.weight"
+"""Name of a factor in the weights' file, by module and letter."""
 PRECISION = "base_precision"
 """Key of the weights' metadata that names the ``Lora.base`` over which an adapter was trained."""
 SUPPORTED: Mapping[str, Any] = {
     "r": int, "lora_alpha": float, "rank_pattern": dict, "alpha_pattern": dict, "use_rslora": bool,
-    "target_modules": list, "base_model_name_or_path": str,
+    "target_modules": list, "target_parameters": list, "base_model_name_or_path": str,
 }  # fmt: skip
 """Attributes of adapter_config.json that are read here, and their types."""
 KINDS: Mapping[str, tuple[type, ...]] = {"lora_alpha": (int, float), "target_modules": (str, list)}
@@ -88,7 +100,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
         require(supported, f"{path} sets {name} {value!r}, which jaxrl_llm does not do: {MERGED}")
     for name, kind in SUPPORTED.items():
         value = settings.get(name) or kind()
-        required = name in ("r", "lora_alpha", "target_modules", "base_model_name_or_path")
+        required = name in ("r", "lora_alpha", "base_model_name_or_path")
         valid = isinstance(value, KINDS.get(name, kind)) and bool(value or not required)
         require(valid, f"{path} has {name} {settings.get(name)!r}: correct it, or fetch the file again")
         settings[name] = value
@@ -111,22 +123,25 @@ def read_settings(folder: Path) -> dict[str, Any]:
 
 def read_adapter(folder: Path, config: ModelConfig) -> Any:
     """Read the ``Adapter`` of a model with this configuration: NumPy arrays, float32, with their scale in ``b``. All
-    layers get the largest rank; what a layer has less is filled with zeros, which add nothing. InputError where the
-    tensors are not those of the modules that adapter_config.json names, or do not fit the model.
+    layers of a matrix get the largest rank; what a layer has less is filled with zeros, which add nothing. InputError
+    where the tensors are not those of the modules that adapter_config.json names, or do not fit the model.
     """
     from jaxrl_llm.models.decoder import Adapter
 
     settings, stored = read_settings(folder), open_packed(open_file(folder / WEIGHTS))
-    parameters: dict[str, Any] = {}
-    for tensor in adaptable_tensors(config):
-        names = {layer: module_name(tensor, layer) for layer in layers_of(tensor, config)}
-        ranks = {layer: rank_and_scale(settings, name) for layer, name in names.items() if is_target(settings, name)}
-        if ranks:
-            part, matrix = target_of(tensor).split("/")
-            both_factors = {
-                side.path: stacked_factor(folder, side, config, (*names,), ranks, stored) for side in factors(tensor)
-            }
-            parameters.setdefault(part, {})[matrix] = both_factors
+    sizes, modules = axis_sizes(config), modules_of(config)
+    a: dict[str, np.ndarray] = {}
+    b: dict[str, StoredTensor] = {}
+    for weight, tensors in modules.items():
+        rows, columns = sum(hf_shape(tensor, sizes)[0] for tensor in tensors), hf_shape(tensors[0], sizes)[1]
+        for layer in layers_of(tensors[0], config):
+            module = module_name(weight, layer)
+            if name := adapted_name(settings, module):
+                rank, scale = rank_and_scale(settings, name)
+                shared = take_factor(folder, stored, FACTOR.format(module, "A"), (rank, columns))
+                a |= dict.fromkeys((tensor.name.format(layer) for tensor in tensors), shared)
+                values = scale * take_factor(folder, stored, FACTOR.format(module, "B"), (rows, rank))
+                b[weight.format(layer)] = StoredTensor(values.shape, values.__getitem__)
     foreign = next(iter(stored), None)
     require(
         foreign is None,
@@ -134,44 +149,48 @@ def read_adapter(folder: Path, config: ModelConfig) -> Any:
         f"adapted here: {MERGED}",
     )
     targets = f"{folder / CONFIG} has target_modules {settings['target_modules']!r}"
-    require(bool(parameters), f"{targets}, and the base has none of them: give the adapter its own base")
+    require(bool(a), f"{targets}, and the base has none of them: give the adapter its own base")
+    split = {name: part.read() for name, part in split_tensors(config, b).items()}
+    parameters: dict[str, Any] = {}
+    for tensor in itertools.chain(*modules.values()):
+        names = [tensor.name.format(layer) for layer in layers_of(tensor, config)]
+        if rank := max(len(a.get(name, ())) for name in names):
+            part, matrix = target_of(tensor).split("/")
+            parameters.setdefault(part, {})[matrix] = {
+                side.path: stack_factors(side, [values.get(name) for name in names], sizes | {"R": rank})
+                for side, values in zip(factors(tensor), (a, split), strict=True)
+            }
     return Adapter(1.0, {"blocks": parameters})
 
 
-def stacked_factor(
-    folder: Path,
-    side: Tensor,
-    config: ModelConfig,
-    layers: tuple[int, ...],
-    ranks: Mapping[int, tuple[int, float]],
-    stored: dict[str, StoredTensor],
-) -> np.ndarray:
-    """Take one factor of all ``layers`` that have the matrix, with our axes, out of ``stored``; ``ranks``: rank and
-    scale of each adapted layer.
-    """
-    sizes = axis_sizes(config) | {"R": max(rank for rank, scale in ranks.values())}
-    out = np.zeros((len(layers), *(sizes[letter] for letter in side.axes)), np.float32)
-    for layer, (rank, scale) in ranks.items():
-        name, layer_sizes = side.name.format(layer), sizes | {"R": rank}
-        require(name in stored, f"{folder / WEIGHTS} lacks {name}, which {CONFIG} names: fetch both again")
-        tensor, shape = stored.pop(name), hf_shape(side, layer_sizes)
-        require(
-            tensor.shape == shape,
-            f"{folder / WEIGHTS}: {name} has shape {list(tensor.shape)}, and base and {CONFIG} say {list(shape)}: give "
-            "the adapter its own base",
-        )
-        value = to_ours(side, tensor.read().astype(np.float32), layer_sizes)
-        place = tuple(slice(layer_sizes[letter]) for letter in side.axes)
-        out[layers.index(layer)][place] = value * scale if side.path == "b" else value
-    return out
+def take_factor(folder: Path, stored: dict[str, StoredTensor], name: str, shape: tuple[int, int]) -> np.ndarray:
+    """Take a factor out of ``stored``, in float32."""
+    require(name in stored, f"{folder / WEIGHTS} lacks {name}, which {CONFIG} names: fetch both again")
+    tensor = stored.pop(name)
+    require(
+        tensor.shape == shape,
+        f"{folder / WEIGHTS}: {name} has shape {list(tensor.shape)}, and base and {CONFIG} say {list(shape)}: give "
+        "the adapter its own base",
+    )
+    return tensor.read().astype(np.float32)
+
+
+def stack_factors(side: Tensor, layers: list[np.ndarray | None], sizes: Mapping[str, int]) -> np.ndarray:
+    """Stack one factor of all layers that have the matrix, with our axes; None: a layer is not adapted."""
+    out = np.zeros((len(layers), *hf_shape(side, sizes)), np.float32)
+    for whole, value in zip(out, layers, strict=True):
+        if value is not None:
+            whole[: value.shape[0], : value.shape[1]] = value
+    return np.stack([to_ours(side, layer, sizes) for layer in out])
 
 
 def save_adapter(
     adapter: Any, config: ModelConfig, lora: Lora, base: str, directory: str | os.PathLike, card: str | None = None
 ) -> None:
-    """Write a folder with ``adapter_config.json`` and ``adapter_model.safetensors`` (float32), which PEFT loads.
-    ``base``: the name by which PEFT finds the model. ``card``: README.md's text. InputError: the directory is not
-    empty, or the format has no names for what is adapted: experts, and matrices that the family's checkpoints fuse.
+    """Write a folder with ``adapter_config.json`` and ``adapter_model.safetensors`` (float32), which PEFT loads. A
+    module that holds several of our matrices gets the sum of their ranks: its A has the rows of all their A, and its B
+    zeros where one's columns meet another's rows. ``base``: the name by which PEFT finds the model. ``card``:
+    README.md's text. InputError: the directory is not empty, or PEFT has no modules for what is adapted (experts).
     """
     from safetensors.numpy import save_file
 
@@ -179,44 +198,74 @@ def save_adapter(
     from jaxrl_llm.models.hf import new_directory
 
     sizes = axis_sizes(config) | {"R": lora.rank}
-    adapted = [tensor for tensor in adaptable_tensors(config) if target_of(tensor) in lora.targets]
+    modules = modules_of(config)
     names = {target_of(tensor) for tensor in tensors_of(config)}
-    unsupported = names & set(lora.targets) - set(map(target_of, adapted))
+    unsupported = names & set(lora.targets) - set(map(target_of, itertools.chain(*modules.values())))
     require(
         not unsupported,
         f"PEFT has no modules for {', '.join(sorted(unsupported))} of a {config.family} model: export the merged model",
     )
-    stored = {}
-    for tensor in adapted:
-        part, name = target_of(tensor).split("/")
-        values = to_parameters(adapter)["blocks"][part][name]
-        for side in factors(tensor):
-            for place, layer in enumerate(layers_of(tensor, config)):
-                stored[side.name.format(layer)] = to_hf(side, np.asarray(values[side.path][place], np.float32), sizes)
-    frozen = [module_name(tensor, 0) for tensor in tensors_of(config) if tensor not in adapted]
+    blocks = to_parameters(adapter)["blocks"]
+    counts = {weight: sum(target_of(x) in lora.targets for x in tensors) for weight, tensors in modules.items()}
+    counts = {weight: count for weight, count in counts.items() if count}
+    stored: dict[str, np.ndarray] = {}
+    parts: dict[str, StoredTensor] = {}
+    for weight, count in counts.items():
+        for place, layer in enumerate(layers_of(modules[weight][0], config)):
+            a: list[np.ndarray] = []
+            for tensor in modules[weight]:
+                b = np.zeros((hf_shape(tensor, sizes)[0], count * lora.rank), np.float32)
+                if target_of(tensor) in lora.targets:
+                    part, matrix = target_of(tensor).split("/")
+                    first, second = (
+                        to_hf(side, np.asarray(blocks[part][matrix][side.path][place], np.float32), sizes)
+                        for side in factors(tensor)
+                    )
+                    b[:, len(a) * lora.rank :][:, : lora.rank] = second
+                    a.append(first)
+                parts[tensor.name.format(layer)] = StoredTensor(b.shape, b.__getitem__)
+            stored[FACTOR.format(module_name(weight, layer), "A")] = np.concatenate(a)
+    for weight, tensor in join_tensors(config, parts).items():
+        stored[FACTOR.format(module_name(weight), "B")] = tensor.read()
+    others = {module_name(weight_of(tensor, config)) for tensor in tensors_of(config)}
 
-    def ending(name: str) -> str:
+    def ending(weight: str) -> str:
         """Return the shortest end of a module's name that no other module has."""
-        words = name.split(".")
+        words = module_name(weight).split(".")
         ends = (".".join(words[-count:]) for count in range(1, len(words) + 1))
-        return next(end for end in ends if not any(module.endswith(f".{end}") for module in frozen))
+        return next(end for end in ends if sum(module.endswith(f".{end}") for module in others) == 1)
 
+    # PEFT 0.21 takes modules named gate_proj, up_proj and down_proj for experts' in many models that have some.
+    by_weight = [weight for weight in counts if config.experts is not None and ".mlp." in weight]
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
-        "target_modules": [ending(module_name(tensor, 0)) for tensor in adapted], "bias": "none",
-        "fan_in_fan_out": False, "inference_mode": True,
+        "target_modules": [ending(weight) for weight in counts if weight not in by_weight],
+        "rank_pattern": {ending(weight): count * lora.rank for weight, count in counts.items() if count > 1},
+        "alpha_pattern": {ending(weight): count * lora.alpha for weight, count in counts.items() if count > 1},
+        "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
+    if by_weight:
+        settings["target_parameters"] = [f"{ending(weight)}.weight" for weight in by_weight]
     with new_directory(directory, card) as folder:
         write_object(folder / CONFIG, settings)
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt", PRECISION: lora.base})
         (folder / WEIGHTS).chmod(0o644)
 
 
-def adaptable_tensors(config: ModelConfig) -> list[Tensor]:
-    """Return the tensors that are modules of their own in transformers, and that an adapter may adapt."""
-    fused = {part for fusion in FAMILIES[config.family].fused for part in fusion.parts}
-    return [tensor for tensor in tensors_of(config) if target_of(tensor) in ADAPTED and tensor.name not in fused]
+def modules_of(config: ModelConfig) -> dict[str, list[Tensor]]:
+    """Return the weights of transformers' modules that an adapter may adapt, and what each holds of ours."""
+    modules: dict[str, list[Tensor]] = {}
+    for tensor in tensors_of(config):
+        target = target_of(tensor)
+        if target in ADAPTABLE and not target.startswith("experts/"):
+            modules.setdefault(weight_of(tensor, config), []).append(tensor)
+    return modules
+
+
+def weight_of(tensor: Tensor, config: ModelConfig) -> str:
+    """Return the name of the checkpoint's tensor that holds this one, itself or what it is fused into."""
+    return next((fused.name for fused in FAMILIES[config.family].fused if tensor.name in fused.parts), tensor.name)
 
 
 def target_of(tensor: Tensor) -> str:
@@ -224,35 +273,41 @@ def target_of(tensor: Tensor) -> str:
     return tensor.path.removeprefix("blocks.").replace(".", "/")
 
 
-def module_name(tensor: Tensor, layer: int) -> str:
+def module_name(weight: str, layer: int = 0) -> str:
     """Return the name of the module with this weight, of the first expert's among experts, in transformers."""
-    return tensor.name.format(layer, 0).removesuffix(".weight")
+    return weight.format(layer, 0).removesuffix(".weight")
 
 
 def factors(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the factors A and B of a weight's change: their names in a file, and their axes; R is the rank. The path
-    is the name of ours, ``a`` or ``b``.
+    """Return the factors A and B of a weight's change with their axes; R is the rank. The path is the name of ours,
+    ``a`` or ``b``.
     """
     outputs, inputs = tensor.hf_axes.split()
     input_axes = len(inputs)
-    # Precedes a module's name in an adapter's file.
-    name = "base_model.model." + tensor.name.removesuffix("weight")
     return (
-        Tensor(name + "lora_A.weight", "a", f"R {inputs}", tensor.axes[:input_axes] + "R"),
-        Tensor(name + "lora_B.weight", "b", f"{outputs} R", "R" + tensor.axes[input_axes:]),
+        Tensor("lora_A", "a", f"R {inputs}", tensor.axes[:input_axes] + "R"),
+        Tensor("lora_B", "b", f"{outputs} R", "R" + tensor.axes[input_axes:]),
     )
 
 
-def is_target(settings: Mapping[str, Any], name: str) -> bool:
-    """Whether PEFT adapts a module: a list has names or their ends, a string is a regular expression."""
+def adapted_name(settings: Mapping[str, Any], module: str) -> str:
+    """Return a module's name, or its weight's, if PEFT adapts it by that; else "". A list has names or their ends, a
+    string is a regular expression.
+    """
     targets = settings["target_modules"]
     if isinstance(targets, str):
-        return targets == "all-linear" or re.fullmatch(targets, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in targets)
+        found = targets == "all-linear" or re.fullmatch(targets, module) is not None
+    else:
+        found = any(f".{module}".endswith(f".{target}") for target in targets)
+    weight = f"{module}.weight"
+    by_weight = any(f".{weight}".endswith(f".{target}") for target in settings["target_parameters"])
+    return module if found else weight if by_weight else ""
 
 
 def rank_and_scale(settings: Mapping[str, Any], name: str) -> tuple[int, float]:
-    """Return the rank of a module's factors and the scale of their product; the first pattern that fits decides."""
+    """Return the rank of the factors of a module, or of a weight, and the scale of their product; the first pattern
+    that fits decides.
+    """
 
     def chosen(attribute: str) -> Any:
         fitting = (x for pattern, x in settings[PATTERNS[attribute]].items() if re.match(rf"(.*\.)?({pattern})$", name))

@@ -195,14 +195,22 @@ def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, S
                 hf_shape(tensor, sizes),
                 lambda place, tensor=tensor, leaf=leaf, at=at: to_hf(tensor, np.asarray(leaf)[at], sizes)[place],
             )
-    for fused, name, parts in _fused(config):
-        tensors = [stored.pop(part) for part in parts]
-        shape = list(tensors[0].shape)
-        shape[fused.axis] = sum(tensor.shape[fused.axis] for tensor in tensors)
-        stored[name] = StoredTensor(
-            tuple(shape), functools.partial(_join_parts, fused.axis, sizes[fused.groups], tensors)
+    return join_tensors(config, stored)
+
+
+def join_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Join what checkpoints hold in one tensor; the inverse of ``split_tensors``."""
+    sizes, tensors = axis_sizes(config), dict(stored)
+    for fused, name, names in _fused(config):
+        if names[0] not in tensors:
+            continue
+        parts = [tensors.pop(part) for part in names]
+        shape = list(parts[0].shape)
+        shape[fused.axis] = sum(part.shape[fused.axis] for part in parts)
+        tensors[name] = StoredTensor(
+            tuple(shape), functools.partial(_join_parts, fused.axis, sizes[fused.groups], parts)
         )
-    return stored
+    return tensors
 
 
 def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:

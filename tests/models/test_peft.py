@@ -11,16 +11,19 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, load_scalar, logits, save_pretrained, scores
-from jaxrl_llm.models.config import Lora
+from jaxrl_llm.models.config import ADAPTED, Lora
 from jaxrl_llm.models.decoder import to_parameters
+from jaxrl_llm.models.families import StoredTensor, axis_sizes, layers_of, our_shape, tensors_of
 from jaxrl_llm.models.heads import with_scalar_head
 from jaxrl_llm.models.lora import create_adapter
-from jaxrl_llm.models.peft import save_adapter
+from jaxrl_llm.models.peft import read_adapter, save_adapter
 from jaxrl_llm.models.pretrained import check_name, model_config_of
 from jaxrl_llm.models.tokenizer import save_tokenizer
+from jaxrl_llm.models.weights import hf_shape, read_part, split_tensors
 from jaxrl_llm.plan.programs import find_model_config
 from jaxrl_llm.sharding import MeshShape, make_mesh
 
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 TOKENS = np.array([[1, 5, 9, 200, 33, 17, 4]])
 PLAIN = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny-random", "r": 4}
 PLAIN |= {"lora_alpha": 16, "target_modules": ["q_proj", "v_proj"], "bias": "none", "lora_dropout": 0.1}
@@ -172,23 +175,129 @@ def test_pickled_weights_and_an_adapter_of_an_adapter_are_refused(base, tmp_path
             check_name(str(tmp_path / name))
 
 
-@pytest.mark.parametrize(("kind", "word"), [("phi3", "attn/q"), ("qwen3_moe", "experts/up")])
-def test_matrices_that_are_no_modules_are_refused(kind, word, tmp_path):
-    """Those that a checkpoint fuses, and experts."""
-    fixture = Path(__file__).parents[1] / "fixtures" / "models" / kind
-    config, _ = model_config_of(str(fixture))
+@pytest.mark.parametrize(("kind", "word"), [("gpt_oss", "experts/gate"), ("qwen3_moe", "experts/up")])
+def test_experts_are_no_modules_and_are_refused(kind, word, tmp_path):
+    config, _ = model_config_of(str(FIXTURES / kind))
     lora = Lora(rank=2, targets=(word,))
     adapter = jax.eval_shape(lambda: create_adapter(config, lora, jax.random.key(0)))
     with pytest.raises(InputError, match=f"no modules for {word} of a {kind} model: export the merged model"):
         save_adapter(adapter, config, lora, "base", tmp_path / "adapter")
 
 
-@pytest.mark.parametrize(("name", "target"), [("lfm2", "attn/o"), ("glm4_moe", "mlp/gate")])
-def test_an_adapter_is_of_the_modules_named_and_of_no_others(name, target, tmp_path):
-    """The last word of their names is that of another matrix too."""
-    fixture = Path(__file__).parents[1] / "fixtures" / "models" / name
+QUERIES = {"self_attn.q_proj": 1}
+FUSED = {
+    "phi3": (ADAPTED, {"self_attn.qkv_proj": 3, "mlp.gate_up_proj": 2}),
+    "phi3 in part": (("attn/k", "attn/v", "mlp/up"), {"self_attn.qkv_proj": 2, "mlp.gate_up_proj": 1}),
+    "glm4": (ADAPTED, {"mlp.gate_up_proj": 2}),
+    "qwen3_next": (ADAPTED, QUERIES | {"linear_attn.in_proj_qkvz": 4}),
+    "qwen3_next in part": (("attn/gate", "delta/k", "delta/z"), QUERIES | {"linear_attn.in_proj_qkvz": 2}),
+    "qwen3_5_text": (ADAPTED, QUERIES | {"linear_attn.in_proj_qkv": 3}),
+    "qwen3_5_moe_text": ((*ADAPTED, "attn/gate"), {"self_attn.q_proj": 2, "linear_attn.in_proj_qkv": 3}),
+    "lfm2": (ADAPTED, {"conv.in_proj": 3}),
+    "deepseek_v3": (ADAPTED, {"self_attn.kv_a_proj_with_mqa": 2}),
+    "glm4_moe_lite": (ADAPTED, {"self_attn.kv_a_proj_with_mqa": 2}),
+}
+"""Targets, and by hand the modules with several of our matrices and how many of these are adapted."""
+
+
+def changes(config, adapter):
+    """What an adapter adds to each of our matrices."""
+    found = {}
+    for tensor in tensors_of(config):
+        part, *name = tensor.path.removeprefix("blocks.").split(".")
+        values = to_parameters(adapter)["blocks"].get(part, {})
+        if name and name[0] in values:
+            layers = zip(values[name[0]]["a"], values[name[0]]["b"], strict=True)
+            found[tensor.path] = np.stack([adapter.scale * np.tensordot(a, b, 1) for a, b in layers])
+    return found
+
+
+def split_changes(config, folder, scale):
+    """What an adapter's file adds to each of our matrices, which the loader splits as it does a checkpoint."""
+    stored = load_file(folder / "adapter_model.safetensors")
+    added = {}
+    for name in stored:
+        if name.endswith(".lora_A.weight"):
+            module = name.removesuffix(".lora_A.weight")
+            change = scale(module) * stored[f"{module}.lora_B.weight"] @ stored[name]
+            added[module.removeprefix("base_model.model.") + ".weight"] = StoredTensor(change.shape, change.__getitem__)
+    added, found = split_tensors(config, added), {}
+    for tensor in tensors_of(config):
+        names = [tensor.name.format(layer) for layer in layers_of(tensor, config)] if tensor.outer == "L" else []
+        if any(name in added for name in names):
+            zeros = np.zeros(hf_shape(tensor, axis_sizes(config)), np.float32)
+            whole = {name: added.get(name, StoredTensor(zeros.shape, zeros.__getitem__)) for name in names}
+            place = tuple(slice(0, size) for size in our_shape(tensor, config))
+            found[tensor.path] = read_part(config, tensor, whole, np.float32, place)
+    return found
+
+
+def assert_equal(found, wanted):
+    for name in found | wanted:
+        np.testing.assert_allclose(found.get(name, 0), wanted.get(name, 0), rtol=0, atol=1e-6, err_msg=name)
+
+
+@pytest.mark.parametrize("case", FUSED)
+def test_an_adapter_of_several_matrices_of_one_module_is_written_and_read_exactly(case, tmp_path):
+    targets, modules = FUSED[case]
+    config, _ = model_config_of(str(FIXTURES / case.split()[0]))
+    lora, random = Lora(rank=2, alpha=5.0, targets=targets), np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: create_adapter(config, lora, jax.random.key(0)))
+    adapter = jax.tree.map(lambda x: (0.3 * random.normal(size=x.shape)).astype(np.float32), shapes)
+    save_adapter(adapter, config, lora, "base", tmp_path / "adapter")
+    wanted = changes(config, adapter)
+    assert_equal(split_changes(config, tmp_path / "adapter", lambda module: 5.0 / 2), wanted)
+    assert_equal(changes(config, read_adapter(tmp_path / "adapter", config)), wanted)
+    stored = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    ranks = {
+        name.split(".", 5)[5].removesuffix(".lora_A.weight"): len(x) for name, x in stored.items() if "_A." in name
+    }
+    assert {name: rank // 2 for name, rank in ranks.items() if rank > 2 or name in modules} == modules
+    said = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    named = said["target_modules"] + said.get("target_parameters", [])
+    assert len(named) == len(set(named)) == len(ranks)
+
+
+@pytest.mark.parametrize("case", [name for name in FUSED if " " not in name])
+def test_an_adapter_of_a_whole_module_is_read_as_the_loader_splits_the_weight(case, tmp_path):
+    """A layer has another rank than the others, and all rows of B are full."""
+    config, _ = model_config_of(str(FIXTURES / case))
+    described = PLAIN | {"target_modules": [*FUSED[case][1]], "rank_pattern": {r".*layers\.1\..*": 3}}
+    weights, random = load_file(FIXTURES / case / "model.safetensors"), np.random.default_rng(0)
+    stored, scales = {}, {}
+    for name, weight in weights.items():
+        module = "base_model.model." + name.removesuffix(".weight")
+        if module.endswith(tuple(FUSED[case][1])):
+            rank = 3 if ".layers.1." in name else 4
+            scales[module] = 16 / rank
+            for side, shape in {"A": (rank, weight.shape[1]), "B": (len(weight), rank)}.items():
+                stored[f"{module}.lora_{side}.weight"] = (0.1 * random.normal(size=shape)).astype(np.float32)
+    (tmp_path / "adapter_config.json").write_text(json.dumps(described))
+    save_file(stored, tmp_path / "adapter_model.safetensors")
+    found = changes(config, read_adapter(tmp_path, config))
+    assert_equal(found, split_changes(config, tmp_path, scales.get))
+    name = next(name for name in stored if "lora_B" in name)
+    save_file(stored | {name: stored[name][1:]}, tmp_path / "adapter_model.safetensors")
+    with pytest.raises(InputError, match=f"{name} has shape"):
+        read_adapter(tmp_path, config)
+
+
+NAMED = [
+    ("lfm2", "attn/o", {"target_modules": ["self_attn.out_proj"]}),
+    ("glm4_moe", "mlp/gate", {"target_modules": [], "target_parameters": ["mlp.gate_proj.weight"]}),
+]
+
+
+@pytest.mark.parametrize(("name", "target", "named"), NAMED)
+def test_an_adapter_is_of_the_modules_named_and_of_no_others(name, target, named, tmp_path):
+    """The last word of their names is that of another matrix too. PEFT takes modules of MLPs next to experts for these:
+    they are named by their weights.
+    """
+    fixture = FIXTURES / name
     model, _ = load_pretrained(fixture)
     adapter = create_adapter(model.config, Lora(2, targets=(target,)), jax.random.key(0))
     save_adapter(adapter, model.config, Lora(2, targets=(target,)), str(fixture), tmp_path / "adapter")
+    said = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert {name: targets for name, targets in said.items() if name.startswith("target_")} == named
     again, _ = load_pretrained(tmp_path / "adapter")
     np.testing.assert_array_equal(logits(again, TOKENS % 128), logits(model, TOKENS % 128))
