@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_llm.errors import InputError, require
-from jaxrl_llm.models.config import ADAPTABLE, Lora, ModelConfig
+from jaxrl_llm.models.config import ADAPTABLE, Lora, ModelConfig, matrix_role
 from jaxrl_llm.models.families import FAMILIES, StoredTensor, Tensor, axis_sizes, layers_of, tensors_of
 from jaxrl_llm.models.packed_files import open_packed
 from jaxrl_llm.models.weights import (
@@ -132,7 +132,7 @@ def read_adapter(folder: Path, config: ModelConfig) -> Any:
     sizes, modules = axis_sizes(config), modules_of(config)
     a: dict[str, np.ndarray] = {}
     b: dict[str, StoredTensor] = {}
-    for weight, tensors in modules.items():
+    for weight, tensors in modules:
         rows, columns = sum(hf_shape(tensor, sizes)[0] for tensor in tensors), hf_shape(tensors[0], sizes)[1]
         for layer in layers_of(tensors[0], config):
             module = module_name(weight, layer)
@@ -152,7 +152,7 @@ def read_adapter(folder: Path, config: ModelConfig) -> Any:
     require(bool(a), f"{targets}, and the base has none of them: give the adapter its own base")
     split = {name: part.read() for name, part in split_tensors(config, b).items()}
     parameters: dict[str, Any] = {}
-    for tensor in itertools.chain(*modules.values()):
+    for tensor in itertools.chain(*(tensors for _, tensors in modules)):
         names = [tensor.name.format(layer) for layer in layers_of(tensor, config)]
         if rank := max(len(a.get(name, ())) for name in names):
             part, matrix = target_of(tensor).split("/")
@@ -198,24 +198,24 @@ def save_adapter(
     from jaxrl_llm.models.hf import new_directory
 
     sizes = axis_sizes(config) | {"R": lora.rank}
-    modules = modules_of(config)
-    names = {target_of(tensor) for tensor in tensors_of(config)}
-    unsupported = names & set(lora.targets) - set(map(target_of, itertools.chain(*modules.values())))
+    adapted = lambda tensor: matrix_role(target_of(tensor)) in lora.targets  # noqa: E731
+    modules = [(weight, tensors) for weight, tensors in modules_of(config) if any(map(adapted, tensors))]
+    known = set(itertools.chain(*(tensors for _, tensors in modules)))
+    unsupported = {target_of(tensor) for tensor in tensors_of(config) if adapted(tensor) and tensor not in known}
     require(
         not unsupported,
         f"PEFT has no modules for {', '.join(sorted(unsupported))} of a {config.family} model: export the merged model",
     )
     blocks = to_parameters(adapter)["blocks"]
-    counts = {weight: sum(target_of(x) in lora.targets for x in tensors) for weight, tensors in modules.items()}
-    counts = {weight: count for weight, count in counts.items() if count}
+    counts = {weight: sum(map(adapted, tensors)) for weight, tensors in modules}
     stored: dict[str, np.ndarray] = {}
     parts: dict[str, StoredTensor] = {}
-    for weight, count in counts.items():
-        for place, layer in enumerate(layers_of(modules[weight][0], config)):
+    for weight, tensors in modules:
+        for place, layer in enumerate(layers_of(tensors[0], config)):
             a: list[np.ndarray] = []
-            for tensor in modules[weight]:
-                b = np.zeros((hf_shape(tensor, sizes)[0], count * lora.rank), np.float32)
-                if target_of(tensor) in lora.targets:
+            for tensor in tensors:
+                b = np.zeros((hf_shape(tensor, sizes)[0], counts[weight] * lora.rank), np.float32)
+                if adapted(tensor):
                     part, matrix = target_of(tensor).split("/")
                     first, second = (
                         to_hf(side, np.asarray(blocks[part][matrix][side.path][place], np.float32), sizes)
@@ -253,14 +253,16 @@ def save_adapter(
         (folder / WEIGHTS).chmod(0o644)
 
 
-def modules_of(config: ModelConfig) -> dict[str, list[Tensor]]:
-    """Return the weights of transformers' modules that an adapter may adapt, and what each holds of ours."""
-    modules: dict[str, list[Tensor]] = {}
+def modules_of(config: ModelConfig) -> list[tuple[str, list[Tensor]]]:
+    """Return the weights of transformers' modules that an adapter may adapt, and what each holds of ours. Layers of two
+    kinds may have modules of one name.
+    """
+    modules: dict[tuple[str, str], list[Tensor]] = {}
     for tensor in tensors_of(config):
-        target = target_of(tensor)
-        if target in ADAPTABLE and not target.startswith("experts/"):
-            modules.setdefault(weight_of(tensor, config), []).append(tensor)
-    return modules
+        part = target_of(tensor).partition("/")[0]
+        if matrix_role(target_of(tensor)) in ADAPTABLE and part != "experts":
+            modules.setdefault((weight_of(tensor, config), part), []).append(tensor)
+    return [(weight, tensors) for (weight, _), tensors in modules.items()]
 
 
 def weight_of(tensor: Tensor, config: ModelConfig) -> str:

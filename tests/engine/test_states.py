@@ -1,4 +1,4 @@
-"""The engine on layers with a state, on latent attention and on layers that share keys: what it samples is what the forward pass says."""
+"""The engine on layers with a state, latent attention or shared keys: what it samples is what the forward pass says."""
 
 import functools
 

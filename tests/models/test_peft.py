@@ -196,6 +196,7 @@ FUSED = {
     "lfm2": (ADAPTED, {"conv.in_proj": 3}),
     "deepseek_v3": (ADAPTED, {"self_attn.kv_a_proj_with_mqa": 2}),
     "glm4_moe_lite": (ADAPTED, {"self_attn.kv_a_proj_with_mqa": 2}),
+    "gemma4_text in part": (("attn/q", "attn/v", "mlp/up"), {}),  # one name for layers of two sizes
 }
 """Targets, and by hand the modules with several of our matrices and how many of these are adapted."""
 
