@@ -72,7 +72,7 @@ class Engine:
         self.max_length = max_length
         dtype = cache_dtype(kv_cache_dtype, model.weights.final_norm.dtype)
         sharing = 1 if strict else min(group, slots)
-        self.form = form_for(model.config.attention, slots, mesh) if isinstance(form, str) else form
+        self.form = form_for(model.config.widest_attention, slots, mesh) if isinstance(form, str) else form
         self._spec = EngineSpec(model.config, dtype, slots, max_length, chunk, mesh, strict, sharing, self.form)
         self._structure = structure_of(model)
         self._leaves: list[weakref.ref] = []

@@ -44,7 +44,7 @@ from jaxrl_llm.engine.slots import (
 )
 from jaxrl_llm.models.decode_kernels import ByLength, whole_blocks
 from jaxrl_llm.models.decoder import Decoder
-from jaxrl_llm.models.decoding import Cache, take_rows, with_columns
+from jaxrl_llm.models.decoding import Cache, cached_numbers, take_rows, with_columns
 from jaxrl_llm.models.experts import EXPERTS
 from jaxrl_llm.sharding import batch_parts
 
@@ -461,9 +461,7 @@ def has_one_shape(spec: EngineSpec) -> bool:
     """Whether prompts and completions each have room for the longest sequence, so that one shape of the cache serves
     whatever the sampler is asked for: where the cache is small.
     """
-    heads, key, value = spec.config.attention.cached
-    numbers = len(spec.config.layers_with("attn")) * heads * (key + value)
-    token_bytes = numbers * np.dtype(spec.dtype).itemsize
+    token_bytes = cached_numbers(spec.config) * np.dtype(spec.dtype).itemsize
     few = spec.slots <= FEW_SLOTS and not spec.strict
     return few and spec.slots * spec.max_length * token_bytes <= FEW_BYTES
 

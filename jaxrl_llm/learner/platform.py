@@ -81,7 +81,7 @@ def attention_obstacle(name: str, settings: Learner, config: ModelConfig, platfo
         return f"needs learner.compute.row_tokens to be a multiple of 128, got {settings.compute.row_tokens}"
     if ATTENTION_PLATFORMS.get(name) != "gpu":
         return None
-    attention = config.attention
+    attention = config.widest_attention
     if settings.compute.dtype != "bfloat16":
         return f"needs learner.compute.dtype 'bfloat16', got {settings.compute.dtype!r}"
     if name == "triton":
@@ -184,11 +184,11 @@ def token_bytes(
     time, for the widest layer and hidden states. Kernels of attention keep no scores. ``share``: of a matrix product
     that the device does.
     """
-    a = config.attention
+    a = config.widest_attention
     width = jnp.dtype(compute.dtype).itemsize
     layer = (6 * config.active_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
     scores = 4 * a.heads * share * min(row_tokens, SHORT) if compute.attention == "xla" else 0
-    in_use = layer + 3 * scores + 2 * config.width * width
+    in_use = layer + 3 * scores + (2 * config.width + config.layers * config.per_layer_width) * width
     if not update:
         return 0, in_use
     # Between matrix products ``tensor`` divides the positions of hidden states.

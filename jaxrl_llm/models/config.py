@@ -382,9 +382,20 @@ class ModelConfig:
         return self.global_attention if "global_" in part else own
 
     @property
+    def widest_attention(self) -> Attention:
+        """Return the attention with the widest heads."""
+        wide = self.global_attention
+        return wide if wide is not None and wide.head_dim > self.attention.head_dim else self.attention
+
+    @property
     def cached_parts(self) -> tuple[str, ...]:
         """Return the parts whose keys and values a cache holds."""
         return ("attn",) if self.global_attention is None else ("attn", "global_attn")
+
+    @property
+    def cached_heads(self) -> tuple[int, ...]:
+        """Return the numbers of heads of keys and values in a cache."""
+        return tuple({self.attention_of(part).cached[0]: None for part in self.cached_parts})
 
     @property
     def expert_width(self) -> int:

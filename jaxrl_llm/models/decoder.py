@@ -676,6 +676,12 @@ def count_parameters(config: ModelConfig) -> tuple[int, int, int]:
     return total, sum(sizes.values()), sum(sizes[path] for path in matrices)
 
 
+def attention_layers(config: ModelConfig) -> float:
+    """Count the layers with attention; one with wider heads than ``attention.head_dim`` counts as much more."""
+    widths = {part: config.attention_of(part).head_dim for part in ATTENTION_PARTS}
+    return sum(len(config.layers_with(part)) * width / config.attention.head_dim for part, width in widths.items())
+
+
 def visible_pairs(config: ModelConfig, first: int, last: int) -> float:
     """Count pairs of a query at positions first .. last - 1 and a key it sees, itself included, summed over layers. A
     pair of wider heads than ``attention.head_dim`` counts as much more.

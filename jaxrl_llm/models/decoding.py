@@ -72,6 +72,12 @@ def empty_cache(config: ModelConfig, rows: int, columns: int, dtype: Any) -> Cac
     return join_parts(caches, empty_state(config, rows))
 
 
+def cached_numbers(config: ModelConfig) -> int:
+    """Return the numbers that a cache holds of each token."""
+    each = {part: config.attention_of(part).cached for part in config.cached_parts}
+    return sum(len(config.layers_with(part)) * heads * (key + value) for part, (heads, key, value) in each.items())
+
+
 def split_parts(cache: Cache) -> Stacks:
     """Return the columns of a cache by the part of the layers that they are of."""
     own = cache._replace(state=None, global_attn=None)

@@ -424,11 +424,13 @@ def _name_some(names: list[str]) -> str:
 
 
 def _ignorable(name: str, config: ModelConfig, stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether an unknown tensor may be skipped: old rotary tables, what the family leaves out, or a tied LM head
-    that repeats the embedding.
+    """Whether an unknown tensor may be skipped: old rotary tables, what the family leaves out, projections of keys that
+    a layer does not use, or a tied LM head that repeats the embedding.
     """
     if name.endswith("rotary_emb.inv_freq") or _is_skipped(name, config):
         return True
+    if keys := re.fullmatch(r"model\.layers\.(\d+)\.self_attn\.[kv]_(proj|norm)\.weight", name):
+        return config.layers - config.shared_kv_layers <= int(keys[1]) < config.layers
     if name != "lm_head.weight" or not config.embeddings.tied:
         return False
     if _equal(stored[name], stored["model.embed_tokens.weight"]):

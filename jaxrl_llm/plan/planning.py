@@ -447,7 +447,7 @@ def _build_plan(
     if isinstance(arrays, programs.SamplingArrays):
         sampling = memory_of_sampling(run, arrays, compiled)
         tensor = run.mesh.sampling_sizes(machine.devices)["tensor"]
-        repeated = repeated_heads(arrays.sampled.config.attention.cached[0], tensor)
+        repeated = repeated_heads(arrays.sampled.config.cached_heads, tensor)
         filled = roofline.slot_occupancy(arrays, todo)
         form = arrays.build.form
         columns_read = "every slot to the longest one's length"
@@ -482,12 +482,12 @@ def candidate_runs(run: Any, config: ModelConfig, machine: Machine) -> list[Any]
     devices than key/value heads take copies of these, which divide the query heads evenly.
     """
     per_slice = (machine.devices - run.mesh.rollout) // run.mesh.slices // run.mesh.expert
-    heads = config.attention
+    heads = config.attention.heads
     divides = [
         tensor
         for tensor in range(1, per_slice + 1)
-        if per_slice % tensor == heads.heads % tensor == run.learner.compute.row_tokens % tensor == 0
-        and 0 in (heads.kv_heads % tensor, tensor % heads.kv_heads)
+        if per_slice % tensor == heads % tensor == run.learner.compute.row_tokens % tensor == 0
+        and all(0 in (count % tensor, tensor % count) for count in config.cached_heads)
     ]
     groups = programs.planned_stage(run).groups(run)
     completions = groups.count * groups.each // run.learner.minibatches

@@ -182,7 +182,7 @@ def _with_sampling(arrays: Arrays, sampler: PlannedSampler, model: Decoder, dtyp
     sampled = jax.eval_shape(lambda m: for_sampling(m, sharding.platform_of(where), dtype=dtype), model)
     engine = rollout.engine
     group = 1 if engine.strict else min(rollout.group, engine.slots)
-    form = form_for(model.config.attention, engine.slots, where) if engine.attention == "auto" else None
+    form = form_for(model.config.widest_attention, engine.slots, where) if engine.attention == "auto" else None
     build = EngineSpec(
         model.config,
         cache_dtype(engine.kv_cache_dtype, dtype),

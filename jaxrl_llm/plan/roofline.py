@@ -18,7 +18,7 @@ from jaxrl_llm.learner.batch import packed_shapes
 from jaxrl_llm.models import gpu_attention
 from jaxrl_llm.models.config import ModelConfig
 from jaxrl_llm.models.decode_kernels import ByLength, columns_read
-from jaxrl_llm.models.decoder import count_parameters, forward_flops, training_flops, visible_pairs
+from jaxrl_llm.models.decoder import attention_layers, count_parameters, forward_flops, training_flops, visible_pairs
 from jaxrl_llm.models.heads import saves_logits
 from jaxrl_llm.models.layers import BLOCKS, part_columns
 from jaxrl_llm.plan import programs
@@ -196,7 +196,7 @@ def update_flops(work: Work, planned: programs.PlannedRole) -> float:
 
 def packed_pairs(config: ModelConfig, attention: str, rows: int, row_tokens: int) -> float:
     """Return the pairs of queries and keys that attention computes in packed rows, padding included."""
-    return len(config.layers_with("attn")) * rows * row_tokens**2 * min(attention_share(attention, row_tokens), 1.0)
+    return attention_layers(config) * rows * row_tokens**2 * min(attention_share(attention, row_tokens), 1.0)
 
 
 class Cost(NamedTuple):
@@ -331,7 +331,7 @@ def sampling_costs(arrays: programs.SamplingArrays, work: Work) -> dict[str, tup
     pairs = visible_pairs(config, 0, piece * calls) / calls
     prefill = forward_flops(config, piece, pairs, 0) * rows / shape.parts * share
     slots, chunk = rollout.engine.slots / shape.parts, rollout.engine.chunk
-    pairs = len(config.layers_with("attn")) * (rollout.max_prompt_tokens + work.mean / 2)
+    pairs = attention_layers(config) * (rollout.max_prompt_tokens + work.mean / 2)
     decode = forward_flops(config, 1, pairs, 1) * slots * share
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
     blocks = programs.bytes_per_device(arrays.slots.blocks)
@@ -380,7 +380,7 @@ def update_cost(arrays: programs.Arrays, planned: programs.PlannedRole, work: Wo
     parts = planned.forward.layout.parts
     passes = 3 + REMAT_PASSES[compute.remat]
     tokens = work.rows * work.row_tokens / parts
-    a = config.attention
+    a = config.widest_attention
     layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.active_width) * share
     weights = count_parameters(config)[0] * width * share
     role = arrays.state.roles[planned.training.role]

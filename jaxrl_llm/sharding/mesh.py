@@ -11,7 +11,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -134,14 +134,15 @@ def head_copies(kv_heads: int, tensor: int | None = None) -> int:
     return tensor // math.gcd(kv_heads, tensor)
 
 
-def repeated_heads(kv_heads: int, tensor: int) -> list[str]:
-    """Return a note if ``tensor`` devices hold copies of the heads of a key/value cache, since they are too many."""
-    copies = head_copies(kv_heads, tensor)
-    if copies == 1:
-        return []
+def repeated_heads(counts: Iterable[int], tensor: int) -> list[str]:
+    """Return a note for each number of key/value heads of which ``tensor`` devices hold copies in the cache, since they
+    are too many.
+    """
     return [
         f"mesh.tensor {tensor} does not divide the model's {kv_heads} key/value heads: the cache holds each of them "
         f"{copies} times; mesh.tensor {tensor // copies} and a larger mesh.fsdp hold it once"
+        for kv_heads in counts
+        if (copies := head_copies(kv_heads, tensor)) > 1
     ]
 
 

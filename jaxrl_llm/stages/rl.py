@@ -458,7 +458,7 @@ def prepare(
         answerer = Answerer(engine, weights, tokenizer, scorer, episodes[1])
         return evaluate(answerer, questions, test_sampling, progress.status)
 
-    head_notes = repeated_heads(model.config.attention.cached[0], where.shape["tensor"])
+    head_notes = repeated_heads(model.config.cached_heads, where.shape["tensor"])
     texts = ingredients.texts
     notes = [*problems.notes, *(texts.notes if texts is not None else ()), *rehearse_episodes(episodes, problems)]
     return Reinforcement(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jaxrl_llm.errors import InputError
-from jaxrl_llm.models.config import Embeddings, Llama3Rope, Yarn
+from jaxrl_llm.models.config import Embeddings, Llama3Rope, Rope, Yarn
 from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.hf import read_config, write_config
 
@@ -178,6 +178,28 @@ def test_layers_without_attention_are_read_in_each_spelling():
     assert "intermediate_size under two names, 31 and 30" in refusal("lfm2", intermediate_size=31, block_ff_dim=30)
     rope = {"mrope_section": [1, 1, 0], "mrope_interleaved": True, "rope_type": "default"}
     assert read_config(attributes("qwen3_5_text", rope_parameters=rope)).attention.rope.dims == 4
+
+
+def test_two_sizes_of_attention_are_read_or_refused():
+    config = read_config(attributes("gemma4_text"))
+    assert config.layers_with("shared_kv_attn") == (4, 5, 6) and config.layers_with("shared_kv_global_attn") == (7,)
+    assert config.layers_with("attn") == (0, 1, 2) and config.layers_with("wide_mlp") == (4, 5, 6, 7)
+    assert (config.attention.head_dim, config.global_attention.head_dim) == (8, 16)
+    assert config.global_attention.rope == Rope(1000.0, max_positions=64, turning=2)
+    # Its own heads of keys count where values are keys alone; the last layer is always global.
+    assert read_config(attributes("gemma4_experts", attention_k_eq_v=False)).global_attention.kv_heads == 2
+    ends = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "per_layer_config": None}
+    assert read_config(attributes("gemma4_unified_text", **ends)).attention.windows == (6, 0, 0)
+    plain = {"full_attention": {"rope_type": "default", "rope_theta": 10.0}}
+    assert read_config(attributes("gemma4_text", rope_parameters=plain)).global_attention.rope.turning == 0
+    assert "num_kv_shared_layers=5, and an earlier layer" in refusal("gemma4_text", num_kv_shared_layers=5)
+    assert "per_layer_config" in refusal("gemma4_text", per_layer_config={"3": {"head_dim": 16}})
+    assert "use_bidirectional_attention='all'" in refusal("gemma4_text", use_bidirectional_attention="all")
+    assert "vocab_size_per_layer_input=64" in refusal("gemma4_text", vocab_size_per_layer_input=64)
+    assert "top_k_experts=7 of 6 experts" in refusal("gemma4_experts", top_k_experts=7)
+    assert "global_head_dim=15" in refusal("gemma4_text", per_layer_config=None, global_head_dim=15)
+    yarn = {"full_attention": {"rope_type": "yarn", "factor": 4.0}}
+    assert "of full_attention, which is not known" in refusal("gemma4_text", rope_parameters=yarn)
 
 
 def test_experts_after_dense_layers_are_read_in_each_spelling():

@@ -143,6 +143,16 @@ def test_the_text_model_of_a_checkpoint_with_other_parts_is_read(tmp_path, caplo
     assert stored_tensors(tmp_path / "export").keys() == stored_tensors(FIXTURES / "qwen3_5_moe_text").keys()
 
 
+def test_projections_of_keys_that_no_layer_uses_are_left_out(tmp_path):
+    """Published checkpoints of Gemma 4 have them in layers that share the keys of another."""
+    directory = Path(shutil.copytree(FIXTURES / "gemma4_text", tmp_path / "more"))
+    rewrite(directory, lambda tensors: tensors.update({"model.layers.4.self_attn.k_proj.weight": np.zeros((8, 16))}))
+    example = example_of(directory)
+    np.testing.assert_allclose(logits(load_pretrained(directory)[0], example["tokens"]), example["logits"], atol=1e-4)
+    rewrite(directory, lambda tensors: tensors.update({"model.layers.4.self_attn.z_proj.weight": np.zeros(2)}))
+    assert "model.layers.4.self_attn.z_proj.weight, unknown to gemma4_text" in refusal(directory)
+
+
 def test_layers_that_predict_several_tokens_are_left_out_and_said(tmp_path, caplog):
     directory = Path(shutil.copytree(FIXTURES / "deepseek_v3", tmp_path / "more"))
     rewrite(directory, lambda tensors: tensors.update({"model.layers.4.eh_proj.weight": np.zeros(2, np.float32)}))
