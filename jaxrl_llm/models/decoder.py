@@ -269,7 +269,8 @@ def scan_layers(
     unroll: bool = False,
 ) -> tuple[Any, Stacks]:
     """Run ``layer(x, weights, its inputs) -> (x, its outputs)`` over the layers by ``jax.lax.scan``, or unrolled after
-    ``unstack_layers``. Returns x, and the outputs, stacked as the inputs are.
+    ``unstack_layers``. Returns x, and the outputs, stacked as the inputs are. x: hidden states, or a pair of them and
+    ``SharedKV``, which the backward pass keeps once for all layers that only read them.
 
     A GPU's compiler copies a slice of stacked weights before a matrix product reads it, three passes through memory
     instead of one; separate weights are read in place, but compile more slowly: 36 layers of a learner's update in 45
@@ -278,13 +279,14 @@ def scan_layers(
     adapter = getattr(blocks, "adapter", None)
     factors = {} if adapter is None else to_parameters(adapter)
 
-    def apply(x: Any, sliced: tuple[Stacks, ...]) -> tuple[Any, Stacks]:
+    def apply(x: Any, sliced: tuple[Stacks, ...], kept: Any = None) -> tuple[Any, Stacks]:
         parameters, factors, inputs = sliced
         attached = {} if adapter is None else {"adapter": Adapter(adapter.scale, factors, adapter.merged)}
-        return layer(x, Weights(parameters | attached), inputs)
+        x, out = layer(x if kept is None else (x, kept), Weights(parameters | attached), inputs)
+        return x if kept is None else x[0], out
 
-    def apply_one(x: Any, sliced: tuple[Stacks, ...]) -> tuple[Any, Stacks]:
-        x, out = apply(x, sliced)
+    def apply_one(x: Any, sliced: tuple[Stacks, ...], kept: Any = None) -> tuple[Any, Stacks]:
+        x, out = apply(x, sliced, kept)
         return x, jax.tree.map(lambda x: x[None], out)
 
     outputs = []
@@ -302,16 +304,22 @@ def scan_layers(
         for run in runs:
             sizes.update(dict.fromkeys(run.places, run.count))
 
-        def period(x: Any, stacks: Any, runs: tuple[LayerRun, ...] = runs, firsts: Any = firsts) -> tuple[Any, Stacks]:
+        kept = None
+        if isinstance(x, tuple) and not any(part in run.places for run in runs for part in config.cached_parts):
+            x, kept = x
+
+        def period(
+            x: Any, stacks: Any, runs: tuple[LayerRun, ...] = runs, firsts: Any = firsts, kept: Any = kept
+        ) -> tuple[Any, Stacks]:
             outputs = []
             for run in runs:
                 places = {part: place - firsts[part] for part, place in run.places.items()}
                 counts = dict.fromkeys(places, run.count)
                 sliced = tuple(_cut(stack, places, counts) for stack in stacks)
                 if run.count == 1:
-                    x, out = apply_one(x, jax.tree.map(lambda x: x[0], sliced))
+                    x, out = apply_one(x, jax.tree.map(lambda x: x[0], sliced), kept)
                 else:
-                    x, out = jax.lax.scan(apply, x, sliced, unroll=unroll)
+                    x, out = jax.lax.scan(functools.partial(apply, kept=kept), x, sliced, unroll=unroll)
                 outputs.append(out)
             return x, _join(outputs)
 
@@ -322,6 +330,7 @@ def scan_layers(
             sliced = jax.tree.map(lambda x, r=repeats: x.reshape(r, len(x) // r, *x.shape[1:]), sliced)
             x, out = jax.lax.scan(period, x, sliced, unroll=unroll)
             out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+        x = x if kept is None else (x, kept)
         outputs.append(out)
     return x, _join(outputs)
 

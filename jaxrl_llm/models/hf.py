@@ -262,6 +262,7 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
         "partial_rotary_factor": (rope.dims or config.attention.head_dim) / config.attention.head_dim,
     }
     sliding |= {"enable_moe_block": config.experts is not None, "use_double_wide_mlp": config.shared_kv_mlp_width > 0}
+    sliding["vocab_size_per_layer_input"] = config.vocab_size
     attributes |= {name: value for name, value in sliding.items() if name in family.defaults}
     if config.global_attention is None:
         attributes |= {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope.scaling)}

@@ -185,6 +185,7 @@ def test_two_sizes_of_attention_are_read_or_refused():
     assert config.layers_with("shared_kv_attn") == (4, 5, 6) and config.layers_with("shared_kv_global_attn") == (7,)
     assert config.layers_with("attn") == (0, 1, 2) and config.layers_with("wide_mlp") == (4, 5, 6, 7)
     assert (config.attention.head_dim, config.global_attention.head_dim) == (8, 16)
+    assert write_config(config, "float32")["vocab_size_per_layer_input"] == 128
     assert config.global_attention.rope == Rope(1000.0, max_positions=64, turning=2)
     # Its own heads of keys count where values are keys alone; the last layer is always global.
     assert read_config(attributes("gemma4_experts", attention_k_eq_v=False)).global_attention.kv_heads == 2
