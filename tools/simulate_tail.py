@@ -46,11 +46,12 @@ from jaxrl_llm.engine.scheduler import EngineSpec
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.plan.machines import parse_topology
 from jaxrl_llm.plan.planning import choose_slots
-from jaxrl_llm.plan.programs import bytes_per_device, find_model_config, planned_run
+from jaxrl_llm.plan.programs import find_model_config, planned_run
 from jaxrl_llm.rewards import Failures, Scores
 from jaxrl_llm.rollout.collect import collect_groups
 from jaxrl_llm.rollout.generation import SeedSpace
 from jaxrl_llm.rollout.groups import Carryover, GroupSource
+from jaxrl_llm.sharding import bytes_per_device
 from jaxrl_llm.stages.programs import build_sampler
 from jaxrl_llm.tasks import Shuffled
 from jaxrl_llm.types import Completion, Problem, Prompt

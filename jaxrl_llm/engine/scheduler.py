@@ -46,15 +46,17 @@ from jaxrl_llm.models.decode_kernels import ByLength, whole_blocks
 from jaxrl_llm.models.decoder import Decoder
 from jaxrl_llm.models.decoding import Cache, cached_numbers, take_rows, with_columns
 from jaxrl_llm.models.experts import EXPERTS
-from jaxrl_llm.sharding import batch_parts
+from jaxrl_llm.sharding import batch_parts, bytes_per_device
 
 MAX_CALL_ROWS, MAX_CALL_TOKENS = 8, 8192
 """Sequences in one call, fewer if their tokens would exceed the second number; at least one on each device."""
 MAX_UNSPLIT_TOKENS, PIECE_TOKENS = 1024, 512
 """Lengths in tokens: sequences longer than the first are computed in pieces of the second."""
 
-MAX_CACHED_PROMPTS = 64
-"""Most prompts of episodes whose keys and values are kept between turns; others are computed again, to equal bits."""
+PROMPT_BYTES = 1 << 30
+"""Bytes on a device that keys, values and states of prompts of episodes take between turns; others are computed again,
+to equal bits.
+"""
 
 resize_columns = jax.jit(with_columns, static_argnums=1)
 copy_row = jax.jit(lambda cache, row, columns: with_columns(take_rows(cache, row[None]), columns), static_argnums=2)
@@ -113,6 +115,7 @@ class PrefixCache:
 
     Attributes:
       rows: maximum number of sequences of a call.
+      prompt_bytes: on a device, that prompts of episodes may take between turns.
       count: sequences computed.
       shapes: of all calls so far.
     """
@@ -124,6 +127,7 @@ class PrefixCache:
         self._dtype = dtype
         self._parts = 1 if mesh is None else batch_parts(mesh)
         self.rows = call_rows(1, self._parts)
+        self.prompt_bytes = PROMPT_BYTES
         self._computed: dict[Hashable, Prefix] = {}
         self._kept: dict[Hashable, tuple[np.ndarray, Prefix]] = {}
         self._prompts: dict[Hashable, Prefix] = {}
@@ -166,11 +170,13 @@ class PrefixCache:
 
     def release(self, waiting: Iterable[Request]) -> None:
         """Drop the sequences of requests that no longer wait, and the oldest prompts of episodes beyond
-        ``MAX_CACHED_PROMPTS``.
+        ``prompt_bytes``.
         """
         needed = {request.key for request in waiting}
         self._computed = {key: prefix for key, prefix in self._computed.items() if key in needed}
-        self._prompts = dict([*self._prompts.items()][-MAX_CACHED_PROMPTS:])
+        size = sum(bytes_per_device(prefix.cache) for prefix in self._prompts.values())
+        while size > self.prompt_bytes:
+            size -= bytes_per_device(self._prompts.pop(next(iter(self._prompts))).cache)
 
     def prepare(self, model: Decoder, requests: Sequence[Request], upcoming: Iterable[Request] = ()) -> None:
         """Compute the sequences of these requests that are missing; a partial completion resumes from the kept sequence

@@ -9,6 +9,7 @@ import jax
 
 from jaxrl_llm import config as configs
 from jaxrl_llm.config import Configuration
+from jaxrl_llm.engine.scheduler import PROMPT_BYTES
 from jaxrl_llm.learner.platform import compute_for, token_bytes
 from jaxrl_llm.learner.samples import estimator_bytes
 from jaxrl_llm.models.config import ModelConfig
@@ -19,7 +20,7 @@ from jaxrl_llm.plan import programs, roofline
 from jaxrl_llm.plan.machines import CUDNN, Machine, is_installed
 from jaxrl_llm.rollout.settings import USUAL_SLOTS
 from jaxrl_llm.runs import architecture_of
-from jaxrl_llm.sharding import batch_parts, memory_limit, platform_of, repeated_heads
+from jaxrl_llm.sharding import batch_parts, bytes_per_device, memory_limit, platform_of, repeated_heads
 from jaxrl_llm.sharding.mesh import GIB, check_dtype
 from jaxrl_llm.stages.stage import Architectures, Groups
 from jaxrl_llm.types import TrainState
@@ -57,12 +58,12 @@ def state_memory(arrays: programs.Arrays) -> DeviceMemory:
     for name, role in arrays.state.roles.items():
         kind = "policy" if name == "policy" else "critic"
         on_device = [x for x in jax.tree.leaves(role.opt_state) if x.sharding.memory_kind != "pinned_host"]
-        weights[kind] += programs.bytes_per_device((role.params, role.base))
-        moments[kind] += programs.bytes_per_device(on_device)
+        weights[kind] += bytes_per_device((role.params, role.base))
+        moments[kind] += bytes_per_device(on_device)
     return DeviceMemory(
         weights=weights["policy"],
         optimiser=moments["policy"],
-        reference=programs.bytes_per_device(arrays.state.reference),
+        reference=bytes_per_device(arrays.state.reference),
         critic=weights["critic"],
         critic_optimiser=moments["critic"],
     )
@@ -70,7 +71,7 @@ def state_memory(arrays: programs.Arrays) -> DeviceMemory:
 
 def judge_bytes(arrays: programs.Arrays) -> float:
     """Return the bytes of the reward models, which stay on the devices that sample."""
-    return sum(planned.spec.copies * programs.bytes_per_device(planned.model) for planned in arrays.passes)
+    return sum(planned.spec.copies * bytes_per_device(planned.model) for planned in arrays.passes)
 
 
 def memory_of_learning(
@@ -80,22 +81,22 @@ def memory_of_learning(
     models count too, unless they have devices of their own. ``compiled`` is empty for formulas.
     """
     base = state_memory(arrays)
-    packed = programs.bytes_per_device(arrays.packed)
+    packed = bytes_per_device(arrays.packed)
     batch = packed * run.learner.minibatches
     needs = []
     for planned in arrays.learned:
         if compiled:
-            needs.append(compiled_temporary(compiled[planned.name], programs.bytes_per_device(arrays.state) + packed))
+            needs.append(compiled_temporary(compiled[planned.name], bytes_per_device(arrays.state) + packed))
             continue
         # Gradients twice: those of a microbatch, and their sum in float32.
         params = jax.tree.leaves(planned.role.params)
-        gradients = sum(programs.bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in params)
+        gradients = sum(bytes_per_device(x) * (1 + 4 / x.dtype.itemsize) for x in params)
         needs.append(gradients + pass_by_formula(planned, update=True))
     for planned in arrays.passes:
         # A step's data is packed for its updates after the passes. What reads all data before the first step does so
         # before there is a state.
         if not planned.spec.copies:
-            counted = batch + (0 if planned.spec.calls else base.total - programs.bytes_per_device(planned.model))
+            counted = batch + (0 if planned.spec.calls else base.total - bytes_per_device(planned.model))
             needs.append(pass_bytes(planned, compiled) - counted)
     if isinstance(run, configs.Run) and configs.samples_groups(run):
         layout, rows = arrays.learned[0].forward.layout, run.rollout.prompts * run.rollout.group
@@ -118,11 +119,11 @@ def memory_of_sampling(
     """Return the memory while sampling: the state (where the same devices learn), weights to sample from, the cache."""
     rollout = arrays.sampler.rollout
     parts = arrays.slot_shape.parts
-    sampled = programs.bytes_per_device(arrays.sampled)
+    sampled = bytes_per_device(arrays.sampled)
     copied = programs.sampling_bytes(arrays, bool(run.mesh.rollout))
-    slots = programs.bytes_per_device(arrays.slots)
+    slots = bytes_per_device(arrays.slots)
     # The blocks that prompts had before, while they become more.
-    blocks = programs.bytes_per_device(arrays.slots.blocks) / 2
+    blocks = bytes_per_device(arrays.slots.blocks) / 2
     # Calls with keys and values that wait at one time to be copied into slots, at the first filling.
     rows, piece, calls = programs.prompt_calls(rollout.max_prompt_tokens, parts)
     filling = -(-min(-(-rollout.engine.slots // rollout.group), rollout.prompts) // rows)
@@ -141,8 +142,8 @@ def memory_of_sampling(
         share = programs.device_share(arrays.sampled)
         cache = arrays.slots.cache
         (_, slots_of_device, _, columns, _) = cache.v.sharding.shard_shape(cache.v.shape)
-        states = programs.bytes_per_device(cache.state)
-        by_token = (programs.bytes_per_device(cache) - states) / (slots_of_device * columns)
+        states = bytes_per_device(cache.state)
+        by_token = (bytes_per_device(cache) - states) / (slots_of_device * columns)
         waiting = filling * rows / parts * (piece * calls * by_token + states / slots_of_device)
         logits = 4 * 4 * rollout.engine.slots / parts * config.vocab_size * share
         # A decode step has the states before and after it.
@@ -151,7 +152,17 @@ def memory_of_sampling(
         if platform_of(learns) == "tpu" and learns.shape["fsdp"] > 1 and not run.mesh.rollout:
             needs.append(copied - slots)  # gathered in one layout, then copied into another; slots are empty then
     base = DeviceMemory() if run.mesh.rollout else state_memory(arrays)
-    return dataclasses.replace(base, judges=judge_bytes(arrays), sampled=copied, cache=slots, temporary=max(needs))
+    cache = slots + episode_prompt_bytes(run, arrays)
+    return dataclasses.replace(base, judges=judge_bytes(arrays), sampled=copied, cache=cache, temporary=max(needs))
+
+
+def episode_prompt_bytes(run: Configuration, arrays: programs.SamplingArrays) -> int:
+    """Return the bytes on a device of the prompts of episodes that the engine keeps between turns, at most."""
+    if not any(task.plays for task in configs.tasks_in(run.task)):
+        return 0
+    blocks = arrays.slots.blocks
+    each = bytes_per_device(blocks) * arrays.slot_shape.parts // blocks.v.shape[1]
+    return min(PROMPT_BYTES, each * run.rollout.prompts)
 
 
 def compiled_temporary(program: programs.Compiled, size: float) -> float:
@@ -162,10 +173,10 @@ def compiled_temporary(program: programs.Compiled, size: float) -> float:
 
 def pass_bytes(planned: programs.PlannedModel, compiled: Mapping[str, programs.Compiled]) -> float:
     """Return the bytes that a pass needs in addition to its model: data and temporaries."""
-    packed = programs.bytes_per_device(planned.packed)
+    packed = bytes_per_device(planned.packed)
     if not compiled:
         return packed + pass_by_formula(planned, update=False)
-    return packed + compiled_temporary(compiled[planned.name], packed + programs.bytes_per_device(planned.model))
+    return packed + compiled_temporary(compiled[planned.name], packed + bytes_per_device(planned.model))
 
 
 def widened_experts(planned: programs.PlannedModel) -> float:
@@ -174,7 +185,7 @@ def widened_experts(planned: programs.PlannedModel) -> float:
     experts = vars(getattr(decoder.weights.blocks, "experts", object)).values()
     arrays = [item for matrix in experts if isinstance(matrix, QuantisedMatrix) for item in matrix.arrays().items()]
     # A byte has one code, or two.
-    numbers = sum(programs.bytes_per_device(x) * {"codes": 1, "nibbles": 2}.get(name, 0) for name, x in arrays)
+    numbers = sum(bytes_per_device(x) * {"codes": 1, "nibbles": 2}.get(name, 0) for name, x in arrays)
     return numbers * planned.width / max(len(decoder.config.layers_with("experts")), 1)
 
 
@@ -190,14 +201,14 @@ def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
     config = planned.model.config
     share = programs.device_share(planned.gathered)
     widths = ((x, planned.width / x.dtype.itemsize) for x in jax.tree.leaves(planned.model))
-    cast = sum(programs.bytes_per_device(x) * ratio for x, ratio in widths if ratio != 1)
+    cast = sum(bytes_per_device(x) * ratio for x, ratio in widths if ratio != 1)
     blocks = split_head(planned.model)[0].weights.blocks
     frozen = hasattr(blocks, "adapter")
     if frozen:  # each product converts its own; separate layers are stacked
-        cast = 0 if hasattr(blocks, "norms") else programs.bytes_per_device(blocks)
+        cast = 0 if hasattr(blocks, "norms") else bytes_per_device(blocks)
     elif platform_of(mesh) == "tpu" and compute.dtype == "float32":
         # Its products are of bfloat16, and the compiler moves gathers and conversions out of the loop over layers.
-        cast = programs.bytes_per_device(planned.gathered) / 2
+        cast = bytes_per_device(planned.gathered) / 2
     tokens = layout.rows * layout.row_tokens / layout.parts
     positions = planned.packed.predictions.target.shape[-1]
     logits = 2 * 4 * min(positions, compute.head_chunk) * config.vocab_size * share  # and their gradient, float32
@@ -205,7 +216,7 @@ def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
     layer, head = tokens * in_use + widened_experts(planned), logits
     if mesh.shape["fsdp"] > 1:
         trained = update and not frozen
-        whole = programs.bytes_per_device(split_head(planned.gathered)[0].weights.blocks)
+        whole = bytes_per_device(split_head(planned.gathered)[0].weights.blocks)
         layer += whole / config.layers * (1 + trained)
         head += config.vocab_size * config.width * share * (planned.width + 4 * trained)
     return cast + tokens * kept + max(layer, head * planned.predicts)
@@ -442,7 +453,7 @@ def _build_plan(
                 roofline.traffic_of(c, spots) for loop in program.loops for c in loop.collectives
             )
             costs[name] = roofline.CompiledCost(program.cycles / clock if clock else 0.0, program.loops[0].moved)
-    more = {"groups": programs.bytes_per_device(arrays.packed) * run.learner.minibatches / outline.groups.count}
+    more = {"groups": bytes_per_device(arrays.packed) * run.learner.minibatches / outline.groups.count}
     sampling, repeated, decoding = None, [], []
     if isinstance(arrays, programs.SamplingArrays):
         sampling = memory_of_sampling(run, arrays, compiled)

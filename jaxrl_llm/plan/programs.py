@@ -52,7 +52,7 @@ from jaxrl_llm.plan.hlo import HloLoop, cycles, find_loops
 from jaxrl_llm.plan.machines import Machine
 from jaxrl_llm.runs import architecture_of, find_run
 from jaxrl_llm.sharding.mesh import Chip, without_compilation_cache
-from jaxrl_llm.sharding.rules import parameter_path
+from jaxrl_llm.sharding.rules import bytes_per_device, parameter_path
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.stages.stage import Architectures, Outline, Pass, PlannedSampler
 from jaxrl_llm.system import storage
@@ -220,11 +220,6 @@ def sampling_bytes(arrays: SamplingArrays, apart: bool) -> int:
         return learned is not None and key(learned) == key(x)
 
     return bytes_per_device([x for path, x in jax.tree.leaves_with_path(arrays.sampled) if not is_shared(path, x)])
-
-
-def bytes_per_device(tree: Any) -> int:
-    """Return the bytes of these arrays on one device, without padding of their layout."""
-    return sum(int(np.prod(x.sharding.shard_shape(x.shape))) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def device_share(tree: Any) -> float:

@@ -24,7 +24,7 @@ from jaxrl_llm.models.layers import BLOCKS, part_columns
 from jaxrl_llm.plan import programs
 from jaxrl_llm.plan.hlo import Collective, Traffic
 from jaxrl_llm.plan.machines import Machine
-from jaxrl_llm.sharding import batch_parts
+from jaxrl_llm.sharding import batch_parts, bytes_per_device
 from jaxrl_llm.sharding.mesh import Chip
 from jaxrl_llm.stages.stage import Outline
 
@@ -324,7 +324,7 @@ def sampling_costs(arrays: programs.SamplingArrays, work: Work) -> dict[str, tup
     shape = arrays.slot_shape
     config = arrays.sampled.config
     share = programs.device_share(arrays.sampled)
-    weights = programs.bytes_per_device(arrays.sampled)
+    weights = bytes_per_device(arrays.sampled)
     policy = arrays.state.policy
     copied = programs.sampling_bytes(arrays, apart=False)
     rows, piece, calls = programs.prompt_calls(rollout.max_prompt_tokens, shape.parts)
@@ -334,18 +334,18 @@ def sampling_costs(arrays: programs.SamplingArrays, work: Work) -> dict[str, tup
     pairs = attention_layers(config) * (rollout.max_prompt_tokens + work.mean / 2)
     decode = forward_flops(config, 1, pairs, 1) * slots * share
     prompts = min(slots / shape.group * 2, slots)  # some groups end while others begin
-    blocks = programs.bytes_per_device(arrays.slots.blocks)
+    blocks = bytes_per_device(arrays.slots.blocks)
     filled = slot_occupancy(arrays, work)
-    states = programs.bytes_per_device(arrays.slots.cache.state)
+    states = bytes_per_device(arrays.slots.cache.state)
     moved = (
         weights
-        + (programs.bytes_per_device(arrays.slots.cache) - states) * filled.read
+        + (bytes_per_device(arrays.slots.cache) - states) * filled.read
         + 2 * states
         + blocks * prompts * shape.parts / shape.blocks
     )
     fixed = (weights + blocks) * chunk
     return {
-        "weights": (1.0, Cost(0.0, copied + (copied if policy.base else programs.bytes_per_device(policy.params)))),
+        "weights": (1.0, Cost(0.0, copied + (copied if policy.base else bytes_per_device(policy.params)))),
         "prompts": (math.ceil(rollout.prompts / rows) * calls, Cost(prefill, weights)),
         "decode": (filled.chunks, Cost(decode * chunk, moved * chunk, fixed=fixed, share=filled.read)),
     }
@@ -359,7 +359,7 @@ def pass_cost(planned: programs.PlannedModel, microbatches: int, predictions: in
     pairs = packed_pairs(config, planned.forward.compute.attention, rows, layout.row_tokens)
     flops = forward_flops(config, rows * layout.row_tokens, pairs, predictions)
     share = programs.device_share(planned.gathered) / layout.parts
-    moved = microbatches * 2 * programs.bytes_per_device(planned.gathered)
+    moved = microbatches * 2 * bytes_per_device(planned.gathered)
     return Cost(flops * share, moved, fused_flops(planned, rows, layout.row_tokens) * share)
 
 
@@ -384,8 +384,8 @@ def update_cost(arrays: programs.Arrays, planned: programs.PlannedRole, work: Wo
     layer = 16 * config.width + (6 * (a.heads + a.kv_heads) * a.head_dim + 8 * config.active_width) * share
     weights = count_parameters(config)[0] * width * share
     role = arrays.state.roles[planned.training.role]
-    state = programs.bytes_per_device((role.params, role.opt_state))
-    gradients = programs.bytes_per_device(role)
+    state = bytes_per_device((role.params, role.opt_state))
+    gradients = bytes_per_device(role)
     moved = (
         work.microbatches * (2 * passes * weights + 2 * gradients)
         + tokens * config.layers * layer * width * passes
@@ -493,7 +493,7 @@ def traffic_by_formula(
         sent[role.name] = [
             Collective("all-gather", weights.size, axes["fsdp"], passes * work.microbatches),
             Collective("reduce-scatter", weights.size, axes["fsdp"], work.microbatches),
-            Collective("all-reduce", programs.bytes_per_device(role.role.params), axes["data"], work.microbatches),
+            Collective("all-reduce", bytes_per_device(role.role.params), axes["data"], work.microbatches),
             Collective("all-reduce", activations.size, axes["tensor"], (1 + passes) * activations.times),
             *(dataclasses.replace(transfer, times=passes * transfer.times) for transfer in tokens),
         ]
@@ -512,7 +512,7 @@ def _pass_collectives(
     tokens = layout.rows * layout.row_tokens / layout.parts
     times = config.layers * microbatches
     return [
-        Collective("all-gather", programs.bytes_per_device(planned.gathered), axes["fsdp"], microbatches),
+        Collective("all-gather", bytes_per_device(planned.gathered), axes["fsdp"], microbatches),
         Collective("all-reduce", tokens * config.width * planned.width, axes["tensor"], 2 * times),
         *expert_exchange(config, tokens, planned.width, axes, times),
     ]

@@ -18,6 +18,7 @@ from jaxrl_llm.sharding.mesh import (
 from jaxrl_llm.sharding.rules import (
     activation,
     as_shapes,
+    bytes_per_device,
     from_parts,
     gather_layer,
     lay_out,

@@ -4,6 +4,7 @@ for each, which other weights would not have, and which the layout does not chan
 """
 
 import functools
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -198,6 +199,11 @@ def lay_out(tree: Any, layout: Any) -> Any:
         return jax.make_array_from_callback(np.shape(x), layout, lambda index: np.asarray(np.asarray(x)[index]))
 
     return jax.tree.map(spread, tree, layout)
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Return the bytes of these arrays on one device, without padding of their layout."""
+    return sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def as_shapes(tree: Any, layout: Any) -> Any:

@@ -10,10 +10,11 @@ from engine.test_engine import distributions, finished, model, same
 from tiny import tiny
 
 from jaxrl_llm.engine.requests import Request, SlotShape
-from jaxrl_llm.engine.scheduler import MAX_CACHED_PROMPTS, EngineSpec, chunk_shape
+from jaxrl_llm.engine.scheduler import EngineSpec, chunk_shape
 from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.rollout import Engine, Sampling, first_tokens, with_tokens
+from jaxrl_llm.sharding import bytes_per_device
 
 RULES = Sampling(max_new_tokens=12)
 PROMPTS = ([3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8], [3, 1, 4])
@@ -138,9 +139,14 @@ def test_a_prompt_is_kept_for_the_next_turns_until_the_weights_change_and_comput
 
 def test_a_turn_finds_its_prompt_beside_turns_of_prompts_that_were_dropped():
     e, oldest = engine(), [2, 0, 1]
-    prompts = [[1 + n % 40, 1 + n // 40] for n in range(MAX_CACHED_PROMPTS + 2)]
+    prompts = [[1 + n % 40, 1 + n // 40] for n in range(8)]
     e.start(RULES)
+    prefixes = e._scheduler.prefixes
+    finished(e, e.submit(prompts[:1], [0], [1], keep_prompt=True))
+    (one,) = prefixes._prompts.values()
+    prefixes.prompt_bytes = 6 * bytes_per_device(one.cache)
     firsts = finished(e, e.submit(prompts, range(len(prompts)), [1] * len(prompts), keep_prompt=True))
+    assert len(prefixes._prompts) == 6, "the oldest two are dropped"
     begun = [with_tokens(firsts[n], [7]) for n in oldest]
     asked = [prompts[n] for n in oldest]
     found = finished(e, e.submit(asked, oldest, partials=begun, keep_prompt=True))

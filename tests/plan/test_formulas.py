@@ -25,7 +25,7 @@ from jaxrl_llm.models.decoder import Weights, count_parameters, forward_flops, i
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import find_loops
 from jaxrl_llm.plan.planning import memory_of_learning, state_memory
-from jaxrl_llm.plan.programs import abstract_mesh, bytes_per_device, compile_program, planned_arrays, planned_run
+from jaxrl_llm.plan.programs import abstract_mesh, compile_program, planned_arrays, planned_run
 from jaxrl_llm.plan.roofline import (
     Occupancy,
     attention_share,
@@ -37,7 +37,7 @@ from jaxrl_llm.plan.roofline import (
 )
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rollout import Engine
-from jaxrl_llm.sharding import MeshShape, make_mesh
+from jaxrl_llm.sharding import MeshShape, bytes_per_device, make_mesh
 from jaxrl_llm.types import Prompt
 
 MESHES = [(1, 8, 1), (2, 2, 2)]

@@ -29,7 +29,6 @@ from jaxrl_llm.plan.machines import describe_devices, parse_topology
 from jaxrl_llm.plan.planning import best_plans, plan_run
 from jaxrl_llm.plan.programs import (
     architecture_finder,
-    bytes_per_device,
     find_model_config,
     planned_run,
     program_meshes,
@@ -38,7 +37,7 @@ from jaxrl_llm.plan.roofline import step_work
 from jaxrl_llm.plan.tables import draw_plans, plan_to_json, plans_table, report_lines
 from jaxrl_llm.recipes import RECIPES
 from jaxrl_llm.rewards import ModelReward
-from jaxrl_llm.sharding import MeshShape, make_mesh, shardings
+from jaxrl_llm.sharding import MeshShape, bytes_per_device, make_mesh, shardings
 from jaxrl_llm.sharding.distributed import ALONE
 from jaxrl_llm.stages import stage_of
 from jaxrl_llm.tasks import Rows
