@@ -15,7 +15,7 @@ from jaxrl_llm import learner
 from jaxrl_llm.config import Output
 from jaxrl_llm.engine.requests import Request
 from jaxrl_llm.engine.sampling import draw_options, to_traced
-from jaxrl_llm.engine.scheduler import EngineSpec, chunk_rows, chunk_shape
+from jaxrl_llm.engine.scheduler import PROMPT_BYTES, EngineSpec, chunk_rows, chunk_shape
 from jaxrl_llm.engine.settings import Sampling
 from jaxrl_llm.engine.slots import empty_slots, run_chunk
 from jaxrl_llm.learner.optimiser import build
@@ -24,7 +24,7 @@ from jaxrl_llm.models import experts
 from jaxrl_llm.models.decoder import Weights, count_parameters, forward_flops, initialise, visible_pairs
 from jaxrl_llm.plan import hlo
 from jaxrl_llm.plan.hlo import find_loops
-from jaxrl_llm.plan.planning import memory_of_learning, state_memory
+from jaxrl_llm.plan.planning import episode_prompt_bytes, memory_of_learning, state_memory
 from jaxrl_llm.plan.programs import abstract_mesh, compile_program, planned_arrays, planned_run
 from jaxrl_llm.plan.roofline import (
     Occupancy,
@@ -165,6 +165,18 @@ def test_bytes_of_a_device_are_those_that_it_really_holds(mesh, cache):
     for planned, real in [(held.state, state), (held.slots, slots)]:
         there = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(real))
         assert bytes_per_device(planned) == there
+
+
+def test_prompts_that_episodes_keep_between_turns_are_counted():
+    run = tiny_run(MESHES[1])
+    arrays = planned_run(run, CONFIG, jax.devices()).arrays
+    assert episode_prompt_bytes(run, arrays) == 0
+    playing = dataclasses.replace(run, task=dataclasses.replace(run.task, tools=("json:dumps",)))
+    (layers, _, heads, width, columns) = arrays.slots.blocks.k.shape
+    kept = 8 * 2 * layers * heads // 2 * width * columns * 4  # keys and values of 8 prompts, heads by tensor 2
+    assert episode_prompt_bytes(playing, arrays) == kept < PROMPT_BYTES
+    many = dataclasses.replace(playing, rollout=dataclasses.replace(run.rollout, prompts=10**6))
+    assert episode_prompt_bytes(many, arrays) == PROMPT_BYTES
 
 
 @pytest.mark.slow
