@@ -21,15 +21,15 @@ KINDS = {
     "head_norm": ModelConfig("qwen3", VOCAB, 16, 2, 24, Attention(4, 4, 8)),
     "experts": ModelConfig(
         "qwen2_moe", VOCAB, 16, 2, 24, Attention(4, 2, 8), experts=Experts(6, 3, 12, True, shared_width=10)),
-    "full_norm": ModelConfig("olmo2", VOCAB, 16, 2, 24, Attention(4, 2, 8), Norm(placement="post")),
+    "full_norm": ModelConfig("olmo2", VOCAB, 16, 2, 24, Attention(4, 2, 8)),
     "gemma": ModelConfig(
         "gemma2", VOCAB, 16, 3, 24,
         Attention(4, 2, 8, scale=0.5, softcap=5.0, windows=(3, 0, 4), rope=Rope(local_theta=100.0)),
-        Norm(eps=1e-6, plus_one=True, placement="both"), "gelu_tanh", Embeddings(True, 4.0, 8.0)),
+        Norm(eps=1e-6, plus_one=True), "gelu_tanh", Embeddings(True, 4.0, 8.0)),
     "partial": ModelConfig(
         "glm4", VOCAB, 16, 2, 24,
         Attention(4, 2, 8, rope=Rope(50.0, 2.0, dims=4, interleaved=True, layers=(True, False)), biased=False),
-        Norm(placement="both"), embeddings=Embeddings(logit_divisor=2.0), residual_scale=0.5),
+        Norm(), embeddings=Embeddings(logit_divisor=2.0), residual_scale=0.5),
     "sinks": ModelConfig(
         "gpt_oss", VOCAB, 16, 2, 24,
         Attention(4, 2, 8, windows=(3, 0), rope=Rope(50.0, Yarn(4.0, 16, 4.0, 0.5, 1.2, False)), sinks=True),
@@ -47,7 +47,7 @@ KINDS = {
     "gemma4": ModelConfig(
         "gemma4_text", VOCAB, 16, 5, 24,
         Attention(4, 2, 8, scale=0.25, windows=(3, 4, 0, 3, 0), rope=Rope(50.0), normed_values=True),
-        Norm(placement="both"), "gelu_tanh", Embeddings(True, 4.0, 8.0),
+        Norm(), "gelu_tanh", Embeddings(True, 4.0, 8.0),
         experts=Experts(6, 3, 12, True, beside_mlp=True),
         global_attention=Attention(
             4, 1, 12, scale=0.25, rope=Rope(100.0, turning=2), normed_values=True, keys_as_values=True),

@@ -20,6 +20,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 import transformers
+from safetensors.torch import save_file
 
 FIXTURES = pathlib.Path("tests/fixtures/models")
 REWARDS = pathlib.Path("tests/fixtures/reward_models")
@@ -188,6 +189,13 @@ FAMILIES = {
          "hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1,
          "enable_moe_block": True, "num_experts": 6, "top_k_experts": 2, "moe_intermediate_size": 12},
     ),
+    "olmo_hybrid": (
+        transformers.OlmoHybridConfig,
+        {name: value for name, value in SMALL.items() if name != "head_dim"}
+        | {"rope_parameters": {"rope_theta": None, "rope_type": "default"}, "num_key_value_heads": 2,
+           "num_hidden_layers": 3, "linear_num_value_heads": 4,
+                 "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    ),
 }  # fmt: skip
 REWARD_FAMILIES = ("llama", "qwen2", "qwen3", "gemma2")
 REWARD_SHAPE = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_labels": 1}
@@ -215,6 +223,8 @@ def make(*names: str) -> None:
         model = random_model(transformers.AutoModelForCausalLM, config_class(**SHAPE | changes), seed)
         directory = FIXTURES / name
         model.save_pretrained(directory, max_shard_size="60KB" if name == "qwen3" else "5GB")
+        if name == "olmo_hybrid":
+            save_file(published_names(model), directory / "model.safetensors", metadata={"format": "pt"})
         tokens = np.random.RandomState(seed).randint(3, SHAPE["vocab_size"], (2, 20)).astype(np.int32)
         np.savez(directory / "example.npz", tokens=tokens, logits=logits(model, tokens))
         config = json.loads((directory / "config.json").read_text())
@@ -225,6 +235,25 @@ def make(*names: str) -> None:
         make_reward_model(name, seed)
     size = sum(file.stat().st_size for folder in (FIXTURES, REWARDS) for file in folder.rglob("*"))
     print(f"{len(FAMILIES)} models and {len(REWARD_FAMILIES)} reward models, {size / 1e6:.2f} MB")
+
+
+def published_names(model: torch.nn.Module) -> dict:
+    """The tensors of OLMo Hybrid as published ones are named; transformers 5.24 saves them under names of its own."""
+    tensors, linear = (
+        {},
+        {"input_layernorm": "attention_layer_norm", "post_attention_layernorm": "feedforward_layer_norm"},
+    )
+    for name, tensor in model.state_dict().items():
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if name.endswith("conv1d.weight"):
+            block = model.model.layers[int(layer[1])].linear_attn
+            parts = tensor.split([block.key_dim, block.key_dim, block.value_dim])
+            tensors |= {name.replace("conv1d", f"{x}_conv1d"): y.clone() for x, y in zip("qkv", parts, strict=True)}
+            continue
+        if layer and model.config.layer_types[int(layer[1])] == "linear_attention":
+            name = next((name.replace(old, new) for old, new in linear.items() if old in name), name)
+        tensors[name] = tensor.clone()
+    return tensors
 
 
 def make_reward_model(name: str, seed: int) -> None:
@@ -274,6 +303,8 @@ def scores(model: torch.nn.Module, tokens: np.ndarray, lengths: np.ndarray) -> n
 
 def version4(config: dict) -> dict:
     """The same configuration as transformers 4 writes it; of a model that it lacks, as published ones are written."""
+    if config["model_type"] == "olmo_hybrid":
+        return config
     if "per_layer_config" in config:
         sizes = next(iter(config["per_layer_config"].values()))
         others = {name: value for name, value in config.items() if name != "per_layer_config"}

@@ -140,7 +140,7 @@ def smallest_change(planned: Any, config: Any, devices: list[Any] | None) -> str
             slots = slots // 2 // parts * parts
             fewest = [*flags, "--rollout.engine.slots", str(slots)]
             full = overfull(with_flags(fewest))
-        if not full:
+        if not full and fewest:
             learned = ", which changes the model that learns or what it may write" if number > len(free) + 1 else ""
             return f"it fits with {' '.join(fewest)}{learned} (by formula)"
     return "no smaller setting makes it fit: take more devices, larger ones, or a smaller model"

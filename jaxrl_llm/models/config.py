@@ -149,6 +149,8 @@ class Recurrent:
       kernel: W, tokens that a causal convolution of each channel reads, the newest included.
       key_heads: P, of queries and keys; ``value_heads``: M, a multiple of P.
       key_dim: X, of a query and a key; ``value_dim``: Y. A head's state is [X, Y].
+      strength: the most that a token may replace of what the state holds under its key; 2 turns it around (OLMo).
+      norm_eps: ``Norm.eps`` of the heads' outputs; 0 takes that of the model.
     """
 
     kind: str
@@ -158,18 +160,18 @@ class Recurrent:
     value_heads: int = 0
     key_dim: int = 0
     value_dim: int = 0
+    strength: float = 1.0
+    norm_eps: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Norm:
     """RMS normalisation, ``x / rms(x) * weight``; ``eps`` is added to the mean square. ``plus_one``: the weight is
-    stored less 1 (Gemma). ``placement``: "pre" (before attention and MLP), "post" (after each, OLMo 2) or "both" (Gemma
-    2 and 3).
+    stored less 1 (Gemma).
     """
 
     eps: float = 1e-5
     plus_one: bool = False
-    placement: str = "pre"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -367,9 +369,10 @@ class ModelConfig:
             return tuple(i for i in layers if (self._shares_kv(i), not self.attention.windows[i]) == kind)
         if part in LIKE or (part == "experts" and self.experts is None):
             return ()
-        if self.recurrent is None or part not in ("attn", self.state_part):
+        kinds = {"attn": False, "attn_norms": False, self.state_part: True, "state_norms": True}
+        if self.recurrent is None or part not in kinds:
             return tuple(layers)
-        return tuple(i for i, recurrent in enumerate(self.recurrent.layers) if recurrent == (part != "attn"))
+        return tuple(i for i, recurrent in enumerate(self.recurrent.layers) if recurrent == kinds[part])
 
     def _shares_kv(self, layer: int) -> bool:
         return layer >= self.layers - self.shared_kv_layers

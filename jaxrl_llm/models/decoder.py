@@ -253,7 +253,7 @@ def unstack_layers(model: Decoder) -> Decoder:
 def stack_layers(model: Decoder) -> Weights:
     """Return the weights of all layers, stacked on a leading axis, with an attached adapter."""
     blocks = model.weights.blocks
-    if hasattr(blocks, "norms"):
+    if not hasattr(blocks, "0"):
         return blocks
     each = [to_parameters(getattr(blocks, str(index))) for index in range(model.config.layers)]
     stacked = _join([jax.tree.map(lambda x: x[None], parameters) for parameters in each])
@@ -290,7 +290,7 @@ def scan_layers(
         return x, jax.tree.map(lambda x: x[None], out)
 
     outputs = []
-    if not hasattr(blocks, "norms"):
+    if hasattr(blocks, "0"):
         for i, places in enumerate(layer_places(config)):
             parameters = to_parameters(getattr(blocks, str(i)))
             x, out = apply_one(x, (parameters, _layer_of(factors, places), _layer_of(inputs, places)))
@@ -382,10 +382,9 @@ def block(
     ``replayed`` and ``compute``: see ``experts.mixture``. ``token_input``: see ``per_layer_inputs``.
     """
     norm = functools.partial(layers.rms_norm, norm=config.norm)
-    pre = config.norm.placement != "post"
-    post = config.norm.placement != "pre"
+    norms = next(getattr(w, part) for part in ("norms", "attn_norms", "state_norms") if hasattr(w, part))
     shared_kv = shared_kv or {}
-    h = activation(norm(x, w.norms.attn[...]) if pre else x, "hidden")
+    h = activation(norm(x, norms.attn[...]) if hasattr(norms, "attn") else x, "hidden")
     if hasattr(w, "delta"):
         with jax.named_scope("delta"):
             h = recurrent.delta_net(w.delta, config, functools.partial(linear, w, "delta"), h, sequences)
@@ -398,8 +397,8 @@ def block(
                 h, shared_kv = self_attention(w, config, h, cos_sin, attend, shared_kv)
             else:
                 h = latent_attention(w, config, h, cos_sin, attend, isinstance(sequences, recurrent.Continuation))
-    x = add_residual(x, norm(h, w.norms.attn_post[...]) if post else h, config)
-    h = activation(norm(x, w.norms.mlp[...]) if pre else x, "hidden")
+    x = add_residual(x, norm(h, norms.attn_post[...]) if hasattr(norms, "attn_post") else h, config)
+    h = activation(norm(x, norms.mlp[...]) if hasattr(norms, "mlp") else x, "hidden")
     routing = None
     if not hasattr(w, "experts"):
         h = mlp(w, config, h)
@@ -419,13 +418,13 @@ def block(
             gate = jax.nn.sigmoid(layers.product("bsd,d->bs", h, w.experts.shared_gate[...]))
             routed += gate[..., None].astype(h.dtype) * mlp(w, config, h)
         h = routed
-    x = add_residual(x, norm(h, w.norms.mlp_post[...]) if post else h, config)
+    x = add_residual(x, norm(h, norms.mlp_post[...]) if hasattr(norms, "mlp_post") else h, config)
     if token_input is not None:
         gate = layers.ACTIVATIONS[config.activation](linear(w, "per_layer", "gate", activation(x, "hidden")))
         h = activation(linear(w, "per_layer", "projection", gate * token_input), "residual")
-        x += norm(h, w.norms.per_layer[...])
-    if hasattr(w.norms, "layer_scale"):
-        x *= jax.lax.stop_gradient(w.norms.layer_scale[...]).astype(x.dtype)
+        x += norm(h, norms.per_layer[...])
+    if hasattr(norms, "layer_scale"):
+        x *= jax.lax.stop_gradient(norms.layer_scale[...]).astype(x.dtype)
     return x, routing, shared_kv
 
 
@@ -582,8 +581,9 @@ def per_layer_inputs(model: Decoder, tokens: jax.Array, x: jax.Array) -> Stacks:
     if not config.per_layer_width:
         return {}
     rows = w.per_layer_embed[...].at[tokens].get(mode="clip").astype(x.dtype)
-    rows = rows * jnp.asarray(config.per_layer_width**0.5, x.dtype)
     projected = layers.project(x, w.per_layer_projection[...]) * jnp.asarray(config.width**-0.5, x.dtype)
+    rows, projected = (t.reshape(*x.shape[:2], config.layers, -1) for t in (rows, projected))
+    rows = rows * jnp.asarray(config.per_layer_width**0.5, x.dtype)
     projected = layers.rms_norm(projected, w.per_layer_norm[...], config.norm)
     return {"per_layer": jnp.moveaxis((rows + projected) * jnp.asarray(2.0**-0.5, x.dtype), 2, 0)}
 

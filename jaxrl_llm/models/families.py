@@ -174,6 +174,21 @@ DELTA_NET = (
     Tensor(DELTA + "norm.weight", "blocks.delta.norm", "Y", "Y"),
     Tensor(DELTA + "out_proj.weight", "blocks.delta.o", "D MY", "MYD"),
 )
+_OLMO_NAMES = {
+    "in_proj_q": "q_proj", "in_proj_k": "k_proj", "in_proj_v": "v_proj", "in_proj_z": "g_proj", "in_proj_b": "b_proj",
+    "in_proj_a": "a_proj", "conv1d.q": "q_conv1d.weight", "conv1d.k": "k_conv1d.weight", "conv1d.v": "v_conv1d.weight",
+    "norm.weight": "o_norm.weight", "out_proj": "o_proj",
+}  # fmt: skip
+
+
+def _olmo_delta(tensor: Tensor) -> Tensor:
+    """Return a tensor of a delta net under its name in OLMo Hybrid."""
+    name = tensor.name.removeprefix(DELTA)
+    found = next((theirs for ours, theirs in _OLMO_NAMES.items() if name.startswith(ours)), name)
+    ending = ".weight" if name.endswith(".weight") and not found.endswith(".weight") else ""
+    return dataclasses.replace(tensor, name=f"{DELTA}{found}{ending}")
+
+
 FUSED_QUERIES = Fused(LAYER + "self_attn.q_proj.weight", tuple(tensor.name for tensor in GATED_QUERIES), groups="N")
 FUSED_CONV = Fused(DELTA + "conv1d.weight", tuple(DELTA + f"conv1d.{name}" for name in "qkv"))
 FUSED_GATE_AND_UP = Fused(
@@ -351,7 +366,7 @@ _GEMMA4: dict[str, Any] = {
 _GEMMA4_UNIFIED: dict[str, Any] = _GEMMA4 | {"max_position_embeddings": 262144, "sliding_window": 1024}
 _GEMMA4_FACTS: dict[str, Any] = {
     "constants": {
-        "norm.placement": "both", "attention.scale": 1.0, "attention.normed_values": True,
+        "attention.scale": 1.0, "attention.normed_values": True,
         "experts.renormalise": True, "experts.beside_mlp": True,
     },
     "tensors": (
@@ -360,8 +375,8 @@ _GEMMA4_FACTS: dict[str, Any] = {
           for tensor in _gemma4_attention(part, letters) + _gemma4_attention(f"shared_kv_{part}", letters)),
         *map(_wide, MATRICES[4:]),
         Tensor(LAYER + "layer_scalar", "blocks.norms.layer_scale", "1", ""),
-        Tensor("model.embed_tokens_per_layer.weight", "per_layer_embed", "V LT", "VLT"),
-        Tensor("model.per_layer_model_projection.weight", "per_layer_projection", "LT D", "DLT"),
+        Tensor("model.embed_tokens_per_layer.weight", "per_layer_embed", "V l", "Vl"),
+        Tensor("model.per_layer_model_projection.weight", "per_layer_projection", "l D", "Dl"),
         Tensor("model.per_layer_projection_norm.weight", "per_layer_norm", "T", "T"),
         Tensor(LAYER + "per_layer_input_gate.weight", "blocks.per_layer.gate", "T D", "DT"),
         Tensor(LAYER + "per_layer_projection.weight", "blocks.per_layer.projection", "D T", "TD"),
@@ -397,7 +412,7 @@ QWEN2 = Family(
 )  # fmt: skip
 OLMO2 = Family(
     "olmo2", "Olmo2ForCausalLM", "Olmo2ForSequenceClassification", _defaults(rms_norm_eps=1e-5),
-    constants={"norm.placement": "post"},
+    constants={},
     tensors=EMBEDDINGS + MATRICES + FULL_NORMS + POST_NORMS,
 )  # fmt: skip
 _ALL = (
@@ -412,7 +427,7 @@ _ALL = (
     Family(
         "gemma2", "Gemma2ForCausalLM", "Gemma2ForSequenceClassification",
         _defaults(**_GEMMA, max_position_embeddings=8192, attn_logit_softcapping=50.0, final_logit_softcapping=30.0),
-        constants={"norm.plus_one": True, "norm.placement": "both"},
+        constants={"norm.plus_one": True},
         tensors=EMBEDDINGS + MATRICES + SANDWICH_NORMS,
         slides=lambda attributes, layer: layer % 2 == 0, scaled_embedding=True,
     ),
@@ -421,7 +436,7 @@ _ALL = (
         _defaults(vocab_size=262208, num_attention_heads=8, **_GEMMA, max_position_embeddings=131072,
                   attn_logit_softcapping=None, final_logit_softcapping=None,
                   sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=1e4),
-        constants={"norm.plus_one": True, "norm.placement": "both"},
+        constants={"norm.plus_one": True},
         tensors=EMBEDDINGS + MATRICES + HEAD_NORMS + SANDWICH_NORMS, scaled_embedding=True,
         slides=lambda attributes, layer: (layer + 1) % attributes["sliding_window_pattern"] != 0,
     ),
@@ -443,6 +458,21 @@ _ALL = (
         "olmo3", "Olmo3ForCausalLM", "Olmo3ForSequenceClassification",
         _defaults(rms_norm_eps=1e-5, sliding_window=4096, layer_types=None, rope_theta=5e5, rope_local_base_freq=None),
         constants=OLMO2.constants, tensors=OLMO2.tensors, slides=lambda attributes, layer: (layer + 1) % 4 != 0,
+    ),
+    Family(
+        "olmo_hybrid", "OlmoHybridForCausalLM", "",
+        _defaults(max_position_embeddings=65536, layer_types=None, linear_conv_kernel_dim=4,
+                  linear_num_key_heads=None, linear_num_value_heads=None, linear_key_head_dim=None,
+                  linear_value_head_dim=None, linear_allow_neg_eigval=True),
+        constants={"recurrent.norm_eps": 1e-5},
+        tensors=(
+            *(EMBEDDINGS + MATRICES + FULL_NORMS),
+            *(dataclasses.replace(x, path=x.path.replace(".norms.", ".attn_norms.")) for x in POST_NORMS),
+            *map(_olmo_delta, DELTA_NET),
+            Tensor(LAYER + "attention_layer_norm.weight", "blocks.state_norms.attn", "D", "D"),
+            Tensor(LAYER + "feedforward_layer_norm.weight", "blocks.state_norms.mlp", "D", "D"),
+        ),
+        slides=lambda attributes, layer: (layer + 1) % 4 != 0, recurrent=("delta", "linear_attention"),
     ),
     Family(
         "smollm3", "SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification",
@@ -467,7 +497,7 @@ _ALL = (
         "glm4", "Glm4ForCausalLM", "Glm4ForSequenceClassification",
         _defaults(num_key_value_heads=2, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1.5625e-7,
                   attention_bias=True, partial_rotary_factor=0.5),
-        constants={"norm.placement": "both", "attention.rope.interleaved": True},
+        constants={"attention.rope.interleaved": True},
         tensors=(
             *(EMBEDDINGS + MATRICES + BIASES + PRE_NORMS),
             Tensor(LAYER + "post_self_attn_layernorm.weight", "blocks.norms.attn_post", "D", "D"),
@@ -639,7 +669,7 @@ def tensors_of(config: ModelConfig, scalar: bool = False) -> tuple[Tensor, ...]:
     absent |= set() if config.attention.normed else {tensor.path for tensor in HEAD_NORMS}
     tensors = tuple(tensor for tensor in FAMILIES[config.family].tensors if tensor.path not in absent)
     tensors = tuple(tensor for tensor in tensors if layers_of(tensor, config) or not tensor.layered)
-    tensors = tuple(tensor for tensor in tensors if config.per_layer_width or "T" not in tensor.axes)
+    tensors = tuple(tensor for tensor in tensors if config.per_layer_width or not {"T", "l"} & {*tensor.axes})
     if config.attention.latent is not None:
         plain = config.attention.latent.query_rank == 0
         absent_queries = LATENT_ATTENTION[1:4] if plain else LATENT_ATTENTION[:1]
@@ -667,7 +697,7 @@ def axis_sizes(config: ModelConfig) -> dict[str, int]:
         "V": config.vocab_size, "D": config.width, "F": config.mlp_width, "L": config.layers,
         "N": attention.heads, "K": attention.kv_heads, "H": attention.head_dim, "1": 1,
     }  # fmt: skip
-    sizes |= {"T": config.per_layer_width, "O": config.shared_kv_mlp_width}
+    sizes |= {"T": config.per_layer_width, "l": config.layers * config.per_layer_width, "O": config.shared_kv_mlp_width}
     if config.global_attention is not None:
         sizes |= {"J": config.global_attention.kv_heads, "G": config.global_attention.head_dim}
     if config.experts is not None:

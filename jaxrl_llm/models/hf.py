@@ -48,6 +48,7 @@ IGNORED = frozenset(
     router_aux_loss_coef output_router_logits experts_per_token initial_context_length aux_loss_alpha seq_aux ep_size
     num_nextn_predict_layers num_mtp_layers qk_head_dim
     mtp_num_hidden_layers mtp_use_dedicated_embeddings mamba_ssm_dtype block_dim block_mlp_init_scale
+    linear_a_log_min linear_a_log_max linear_dt_min linear_dt_max linear_dt_init_floor
     block_out_init_scale block_use_xavier_init conv_dim conv_dim_out conv_use_xavier_init num_heads
     """.split()
 )
@@ -139,6 +140,8 @@ def read_config(attributes: Mapping[str, Any]) -> ModelConfig:
         if "kv_lora_rank" in fields:
             values["attention.rope.dims"] = fields["qk_rope_head_dim"]
             values["attention.latent.query_rank"] = fields["q_lora_rank"] or 0
+        if "linear_allow_neg_eigval" in fields:
+            values["recurrent.strength"] = 2.0 if fields["linear_allow_neg_eigval"] else 1.0
         if "query_pre_attn_scalar" in fields:
             values["attention.scale"] = float(fields["query_pre_attn_scalar"]) ** -0.5
         if two_sizes:
@@ -263,8 +266,11 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     }
     sliding |= {"enable_moe_block": config.experts is not None, "use_double_wide_mlp": config.shared_kv_mlp_width > 0}
     sliding["vocab_size_per_layer_input"] = config.vocab_size
+    sliding["linear_allow_neg_eigval"] = config.recurrent is not None and config.recurrent.strength == 2
     attributes |= {name: value for name, value in sliding.items() if name in family.defaults}
-    if config.global_attention is None:
+    if "linear_allow_neg_eigval" in family.defaults and rope.layers:
+        attributes["rope_parameters"] = {"rope_theta": None, "rope_type": "default"}
+    elif config.global_attention is None:
         attributes |= {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope.scaling)}
     else:
         attributes["rope_parameters"] = _write_two_ropes(config.attention, config.global_attention)
@@ -320,6 +326,8 @@ def _with_defaults(attributes: Mapping[str, Any], family: Family) -> dict[str, A
         fields = {name: x for name, x in fields.items() if not FIELDS.get(name, "").startswith("experts.")}
     if "global_head_dim" in fields:
         _check_two_sizes(fields)
+    if "linear_allow_neg_eigval" in fields:
+        _fill_in_delta_sizes(fields)
     counts = """
         vocab_size hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads head_dim
         max_position_embeddings sliding_window num_experts num_local_experts num_experts_per_tok moe_intermediate_size
@@ -416,6 +424,20 @@ def _check_two_sizes(fields: dict[str, Any]) -> None:
         require(not holds, f"config.json sets {reason}")
 
 
+def _fill_in_delta_sizes(fields: dict[str, Any]) -> None:
+    """Fill in the sizes of a delta net that config.json leaves open, as transformers does."""
+    heads = fields["num_attention_heads"]
+    key_heads = fields["linear_num_key_heads"] or heads
+    key_dim = fields["linear_key_head_dim"] or int(0.75 * fields["hidden_size"] / key_heads)
+    sizes = {
+        "num_key_heads": key_heads,
+        "num_value_heads": heads,
+        "key_head_dim": key_dim,
+        "value_head_dim": 2 * key_dim,
+    }
+    fields.update({f"linear_{name}": fields[f"linear_{name}"] or size for name, size in sizes.items()})
+
+
 def _rotating_layers(fields: Mapping[str, Any]) -> list[bool]:
     """Return for each layer whether it rotates, which ``no_rope_layers`` says, 1 or 0 a layer."""
     layers, interval = fields["num_hidden_layers"], fields["no_rope_layer_interval"]
@@ -460,6 +482,8 @@ def _read_layers(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 def _read_rope(attributes: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
     full, local = _rope_parameters(attributes, family)
     theta = _single_number("rope_theta", family.defaults, full, attributes)
+    given = attributes.get("rope_parameters") or {}
+    rotates = "linear_allow_neg_eigval" not in fields or given.get("rope_theta", theta) is not None
     values = {"attention.rope.theta": theta, "attention.rope.scaling": _read_scaling(full, family, fields)}
     if _LOCAL in family.defaults:
         old = {"rope_theta": attributes.get(_LOCAL)}
@@ -479,7 +503,7 @@ def _read_rope(attributes: Mapping[str, Any], family: Family, fields: Mapping[st
                 f"{fields['head_dim']} numbers of a head; that must be an even number of them"
             )
         values["attention.rope.dims"] = 0 if dims == fields["head_dim"] else dims
-    rotating = fields.get("no_rope_layers", ())
+    rotating = fields.get("no_rope_layers", () if rotates else [False] * fields["num_hidden_layers"])
     values["attention.rope.layers"] = () if all(rotating) else tuple(rotating)
     return values
 

@@ -7,7 +7,6 @@ changes of its values as unknowns, a chunk is one triangular system (arXiv 2406.
 token sees those before it on its path.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxrl_llm.models.config import ModelConfig
+from jaxrl_llm.models.config import ModelConfig, Norm
 from jaxrl_llm.models.layers import rms_norm, wide_dtype
 from jaxrl_llm.sharding import BATCH, activation, fit_spec
 
@@ -314,10 +313,11 @@ def delta_net(w: Any, config: ModelConfig, linear: Linear, h: jax.Array, sequenc
     step = jax.nn.softplus(linear("a", h).astype(wide) + w.decay_bias[...].astype(wide)[None, None])
     log_decay = -jnp.exp(w.decay_log[...].astype(wide))[None, None] * step
     strength = jax.nn.sigmoid(linear("b", h)).astype(wide)
+    strength = strength if settings.strength == 1.0 else settings.strength * strength
     scaled = unit(q) * settings.key_dim**-0.5
     out = sequences.apply_delta(Delta(scaled, unit(k), grouped(v), grouped(log_decay), grouped(strength)))
     out = out.reshape(v.shape).astype(h.dtype)
-    normed = rms_norm(out, w.norm[...], dataclasses.replace(config.norm, plus_one=False))
+    normed = rms_norm(out, w.norm[...], Norm(settings.norm_eps or config.norm.eps))
     gate = jax.nn.silu(activation(linear("z", h), "heads").astype(wide))
     out = activation((normed.astype(wide) * gate).astype(h.dtype), "heads")
     return activation(linear("o", out), "residual")

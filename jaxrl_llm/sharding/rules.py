@@ -21,8 +21,8 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
     # The vocabulary takes both axes: a width divided over fsdp would clash with the batch, which fsdp divides too.
     "embed": (("tensor", "fsdp"), None),
     "head": ("fsdp", "tensor"),
-    "per_layer_embed": (("tensor", "fsdp"), None, None),
-    "per_layer_projection": ("fsdp", None, None),
+    "per_layer_embed": (("tensor", "fsdp"), None),
+    "per_layer_projection": ("fsdp", None),
     "blocks/per_layer/gate": (None, "fsdp", None),
     "blocks/per_layer/projection": (None, None, "fsdp"),
     **dict.fromkeys(("blocks/attn/q", "blocks/attn/k", "blocks/attn/v"), (None, "fsdp", "tensor", None)),

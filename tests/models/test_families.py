@@ -34,7 +34,7 @@ def test_every_family_has_a_fixture():
 @pytest.mark.parametrize("name", NAMES)
 def test_both_dialects_mean_the_same(name):
     old = json.loads((FIXTURES / name / "config.transformers4.json").read_text())
-    assert "rope_parameters" not in old or name.startswith("gemma4")  # which transformers 4 never had
+    assert "rope_parameters" not in old or name.startswith(("gemma4", "olmo_hybrid"))  # which transformers 4 lacks
     assert read_config(old) == read_config(attributes(name))
 
 
@@ -65,7 +65,7 @@ def test_gemma_constants():
     assert config.attention.scale == pytest.approx(24**-0.5)
     assert (config.attention.softcap, config.embeddings.logit_softcap) == (3.0, 5.0)
     assert config.embeddings.scale == pytest.approx(32**0.5)
-    assert config.norm.plus_one and config.norm.placement == "both"
+    assert config.norm.plus_one
     assert config.activation == "gelu_tanh"
     local = read_config(attributes("gemma3_text")).attention
     assert (local.rope.theta, local.rope.local_theta, local.rope.scaling) == (1000.0, 50.0, 8.0)
@@ -201,6 +201,23 @@ def test_two_sizes_of_attention_are_read_or_refused():
     assert "global_head_dim=15" in refusal("gemma4_text", per_layer_config=None, global_head_dim=15)
     yarn = {"full_attention": {"rope_type": "yarn", "factor": 4.0}}
     assert "of full_attention, which is not known" in refusal("gemma4_text", rope_parameters=yarn)
+
+
+def test_olmo_hybrid_is_read_with_and_without_rotary_positions():
+    config = read_config(attributes("olmo_hybrid"))
+    assert config.attention.rope.layers == (False, False, False) and config.recurrent.strength == 2
+    assert config.layers_with("state_norms") == (0, 2) and config.layers_with("attn_norms") == (1,)
+    for rope in (None, {"rope_theta": 10000.0, "rope_type": "default"}):  # null is transformers' default
+        assert read_config(attributes("olmo_hybrid", rope_parameters=rope)).attention.rope.layers == ()
+    assert read_config(attributes("olmo_hybrid", linear_allow_neg_eigval=False)).recurrent.strength == 1
+    bare = {
+        name: x
+        for name, x in attributes("olmo_hybrid").items()
+        if not name.startswith("linear_") and name != "layer_types"
+    }
+    sizes = read_config(bare | {"num_hidden_layers": 4}).recurrent
+    assert (sizes.layers, sizes.key_heads, sizes.value_heads) == ((True, True, True, False), 2, 2)
+    assert (sizes.key_dim, sizes.value_dim) == (6, 12)
 
 
 def test_experts_after_dense_layers_are_read_in_each_spelling():
