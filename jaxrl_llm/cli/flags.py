@@ -38,6 +38,8 @@ def parse_flags(kind: type, arguments: list[str], program: str, description: str
     ``description``: the text of the help above the settings; one that begins with ``usage:`` is shown as it is.
     InputError: an unknown flag (the nearest one is named) or a value of the wrong type.
     """
+    if default is not None and not arguments:
+        return default  # tyro, which takes a while, would change nothing
     import tyro
 
     for index, argument in enumerate(arguments):
