@@ -99,12 +99,14 @@ def of(surrogate=Likelihood(), **changes):
     return dataclasses.replace(Algorithm(Minus(), Token(), surrogate, SequenceSum()), **changes)
 
 
+@pytest.mark.slow(but="up to three")
 @pytest.mark.parametrize("tree", [PAIR, TRIPLE, RAGGED], ids=["two tokens", "three", "up to three"])
 def test_reinforce_is_unbiased_with_a_constant_baseline(tree):
     live, data = on_policy(tree)
     same(ascent(of(), tree, live, data), reward_slope(tree, live, data.rewards))
 
 
+@pytest.mark.slow(but="3")
 @pytest.mark.parametrize("size", [2, 3])
 def test_leaving_oneself_out_is_unbiased_and_counting_oneself_shrinks(size):
     live, data = on_policy(PAIR)
@@ -116,6 +118,7 @@ def test_leaving_oneself_out_is_unbiased_and_counting_oneself_shrinks(size):
 SURROGATES = [Unclipped(), PPOClip(dual=3.0), CISPO(), SAPO(0.7, 1.3), MirrorDescent(0.4), MiniRL(), PenaltyKL()]
 
 
+@pytest.mark.slow(but=("PPOClip", "SAPO", "PenaltyKL"))
 @pytest.mark.parametrize("surrogate", SURROGATES, ids=lambda s: type(s).__name__)
 def test_at_the_old_policy_every_surrogate_is_reinforce(surrogate):
     live, data = on_policy(PAIR)
@@ -132,6 +135,7 @@ LOCAL = {
 }
 
 
+@pytest.mark.slow(but=("MiniRL without bounds", "corrected by token"))
 @pytest.mark.parametrize("name", LOCAL)
 def test_a_token_ratio_climbs_the_local_objective_of_the_policy_that_sampled(name):
     """Not the expected reward: prefixes, and what follows a token, stay the sampler's (Kakade and Langford 2002)."""
@@ -219,6 +223,7 @@ def pays_nothing(tree, data):
     return data._replace(rewards=np.zeros(len(tree.tokens)))
 
 
+@pytest.mark.slow(but=("K1", "K2", "UnbiasedK3"))
 @pytest.mark.parametrize("estimator", [K1(), K2(), K3(), K3Plus(), UnbiasedK3()], ids=lambda k: type(k).__name__)
 def test_a_kl_in_the_loss_on_policy(estimator):
     """The table of ``kl.py``: all but k2 have the value of KL(policy || reference), not all its gradient."""
@@ -232,6 +237,7 @@ def test_a_kl_in_the_loss_on_policy(estimator):
     (apart if isinstance(estimator, K2) else same)(value, exact.sequence_kl(live, RAGGED, data.ref))
 
 
+@pytest.mark.slow(but="sampler-drawn")
 @pytest.mark.parametrize("anchor, case", [("old", from_old), ("sampler", drawn)])
 def test_a_kl_in_the_loss_off_policy_needs_the_ratio(anchor, case):
     live, data = case(PAIR)
@@ -267,6 +273,7 @@ def test_the_penalty_of_ppo_is_the_exact_kl_from_the_old_policy():
     same(gradient, slope(exact.sequence_kl_from, live, RAGGED, data.old))
 
 
+@pytest.mark.slow(but=("Token", "Sequence"))
 @pytest.mark.parametrize("ratio", [Token(), Sequence(), SequenceToken()], ids=lambda r: type(r).__name__)
 def test_a_mean_over_each_sequence_climbs_reward_by_length(ratio):
     """``E[(R - b) / L]``: the baseline, harmless in a sum, is paid by length and changes the objective."""

@@ -65,15 +65,21 @@ def test_a_permuted_batch_gives_a_permuted_gradient(lengths, order):
         np.testing.assert_allclose(moved[name][1], np.asarray(grad)[order], rtol=1e-5, atol=1e-8, err_msg=name)
 
 
+@jax.jit
+def choices(logp, batch):
+    """The choices among all tokens of a step, of every preset that makes one."""
+    chosen = {}
+    for name in NAMES:
+        chosen |= whole_step(PRESETS[name], logp, batch)
+    return chosen
+
+
 @settings(max_examples=10, deadline=None)
 @given(LENGTHS, st.lists(st.integers(0, 2), min_size=B, max_size=B))
 def test_microbatches_add_up_to_the_whole(lengths, parts):
     logp, batch = ragged(2, lengths)
     counts = np.float32(batch.mask.sum()), np.float32(batch.mask.any(axis=1).sum())
-    chosen = {}
-    for name in NAMES:
-        chosen |= whole_step(PRESETS[name], logp, batch)
-    batch = batch._replace(extras=chosen)
+    batch = batch._replace(extras=choices(logp, batch))
     whole, pieces = presets(logp, batch._replace(extras=None)), []
     for part in range(3):
         rows = np.flatnonzero(np.asarray(parts) == part)
