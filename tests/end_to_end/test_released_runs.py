@@ -18,6 +18,9 @@ from jaxrl_llm.runs import load_model
 RELEASED = Path(__file__).parents[1] / "fixtures" / "released"
 VERSIONS = sorted(path.name for path in RELEASED.iterdir())
 KINDS = {"run": Run, "supervised": Supervised, "preference": Preference, "reward_model": RewardModel}
+USUAL = ("run", "reward_model")
+"""With which the default set tries all commands."""
+OF_USUAL = {f"{version}-{kind}" for version in VERSIONS for kind in USUAL}
 COMMANDS = {"eval": "eval runs/{} --json", "export": "export runs/{} --out of_{}", "resume": "train runs/{} --steps 3"}
 
 
@@ -43,9 +46,11 @@ def before(unpacked):
 
 
 @pytest.fixture(scope="module")
-def answers(unpacked, before):
-    """What each command says about each run."""
-    lines = {(kind, name): line.format(kind, kind) for name, line in COMMANDS.items() for kind in KINDS}
+def answers(request, unpacked, before):
+    """What each command says about each run that is looked at."""
+    whole = any(item.path == request.path and item.get_closest_marker("slow") for item in request.session.items)
+    kinds = [kind for kind in KINDS if whole or kind in USUAL]
+    lines = {(kind, name): line.format(kind, kind) for name, line in COMMANDS.items() for kind in kinds}
     return dict(zip(lines, commands(list(lines.values()), unpacked), strict=True))
 
 
@@ -64,6 +69,7 @@ def test_their_settings_are_read(unpacked, kind):
     assert (run.model, run.steps) == ("model", 2) and run.learner.optimiser.learning_rate == 1e-3
 
 
+@pytest.mark.slow(but=OF_USUAL)
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_evaluated_as_they_were_at_their_end(answers, before, kind):
     answer = answers[kind, "eval"]
@@ -74,6 +80,7 @@ def test_they_are_evaluated_as_they_were_at_their_end(answers, before, kind):
     assert {name: told[name] for name in last} == pytest.approx(last, rel=1e-3)
 
 
+@pytest.mark.slow(but=OF_USUAL)
 @pytest.mark.parametrize("kind", KINDS)
 def test_their_exports_have_their_weights(answers, unpacked, kind):
     answer = answers[kind, "export"]
@@ -89,6 +96,7 @@ def test_their_exports_have_their_weights(answers, unpacked, kind):
     assert any(moved)
 
 
+@pytest.mark.slow(but=OF_USUAL)
 @pytest.mark.parametrize("kind", KINDS)
 def test_they_are_resumed_from_their_last_step(answers, unpacked, before, kind):
     answer = answers[kind, "resume"]
