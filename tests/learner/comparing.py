@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from learner.rollouts import moved
 from tiny import VOCAB, logprob_and_entropy, tiny
 
 from jaxrl_llm.algorithms.preference import DPO, IPO, KTO, ORPO, SimPO
@@ -23,7 +24,7 @@ T, WIDTH = 11, 18
 LENGTHS = ((3, 8), (5, 1), (2, 4, 7), (6, 3, 2, 9), (4, 4))
 """Tokens of each prompt's completions, best first."""
 MODEL = tiny("windows")
-REFERENCE = jax.tree.map(lambda a, b: a + 0.02 * b, MODEL, tiny("windows", 5))
+REFERENCE = moved(MODEL, tiny("windows", 5), 0.02)
 SCALAR = ScalarModel(MODEL, {"scalar": jnp.asarray(np.random.default_rng(3).normal(size=16).astype(np.float32))})
 
 

@@ -49,6 +49,11 @@ def changed(sample, **arrays):
     return dataclasses.replace(sample, arrays=kept | given)
 
 
+def moved(model, other, by):
+    """The model with so much of another one's weights added; NumPy adds them, so nothing compiles."""
+    return jax.tree.map(lambda a, b: jnp.asarray(np.asarray(a) + np.float32(by) * np.asarray(b)), model, other)
+
+
 @functools.cache
 def rollout(kind="windows", seed=0, **rules):
     """Groups of samples that the tiny model made; advantages are drawn at random, some tokens are not counted.

@@ -15,6 +15,7 @@ from learner.rollouts import (
     changed,
     forward_on,
     groups,
+    moved,
     one_device,
     padded,
     policy_training,
@@ -239,7 +240,7 @@ def test_metrics_are_means_and_those_of_the_sampler_are_on_policy():
     assert metrics["loss"] == 2.0 and metrics["sampler/logp_abs_diff_max"] == 1.0
 
 
-OTHER = jax.tree.map(lambda a, b: a + 0.05 * b, tiny("windows"), tiny("windows", 5))
+OTHER = moved(tiny("windows"), tiny("windows", 5), 0.05)
 
 
 def jump(state, packed, coefficients):

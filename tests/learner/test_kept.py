@@ -14,6 +14,7 @@ from learner.rollouts import (
     T,
     changed,
     forward_on,
+    moved,
     one_device,
     padded,
     policy_gradient,
@@ -29,7 +30,7 @@ from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.types import Completion, Group, Problem
 
 MODEL = tiny("windows")
-MOVED, REFERENCE = (jax.tree.map(lambda a, b: a + 0.02 * b, MODEL, tiny("windows", seed)) for seed in (5, 6))
+MOVED, REFERENCE = (moved(MODEL, tiny("windows", seed), 0.02) for seed in (5, 6))
 LAYOUT = Layout(2, 22, T)
 
 

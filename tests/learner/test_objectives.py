@@ -14,6 +14,7 @@ from learner.rollouts import (
     G,
     T,
     forward_on,
+    moved,
     objective_gradient,
     one_device,
     padded,
@@ -40,7 +41,7 @@ from jaxrl_llm.models.config import ComputeOptions
 from jaxrl_llm.types import Completion, Group, Problem
 
 MODEL = tiny("windows")
-MOVED = jax.tree.map(lambda a, b: a + 0.02 * b, MODEL, tiny("windows", 5))
+MOVED = moved(MODEL, tiny("windows", 5), 0.02)
 LAYOUTS = (Layout(2, 22, T), Layout(4, 60, T))
 COMPUTE = ComputeOptions(remat="full")
 OPTIMISER = Optimiser(learning_rate=1e-2)

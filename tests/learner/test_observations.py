@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learner.rollouts import T, objective_gradient, padded, rollout, unpacked_logp, unpacked_loss
+from learner.rollouts import T, moved, objective_gradient, padded, rollout, unpacked_logp, unpacked_loss
 from oracles import FIXTURE, NUMBERS, fixture_logp
 from tiny import largest_difference, tiny
 
@@ -17,7 +17,7 @@ from jaxrl_llm.learner.forward import microbatch
 from jaxrl_llm.stages.ingredients import OBSERVATIONS, ObservationLoss, Observations
 
 DAPO = PRESETS["dapo"]
-MOVED = jax.tree.map(lambda a, b: a + 0.02 * b, tiny("windows"), tiny("windows", 5))
+MOVED = moved(tiny("windows"), tiny("windows", 5), 0.02)
 LAYOUTS = (Layout(2, 22, T), Layout(4, 60, T))
 BOTH = ("policy", OBSERVATIONS)
 

@@ -16,7 +16,10 @@ from jaxrl_llm.models.heads import TeacherStates, token_divergence, top_tokens
 from jaxrl_llm.sharding import BATCH, MeshShape, fit_spec, make_mesh, shardings
 
 P, N, D, WIDE = 2, 23, 16, 24
-HIDDEN, STATES = (jax.random.normal(jax.random.key(n), (P, N, width)) for n, width in ((0, D), (1, WIDE)))
+HIDDEN, STATES = (
+    jnp.asarray(np.random.default_rng(n).normal(size=(P, N, width)).astype(np.float32))
+    for n, width in ((0, D), (1, WIDE))
+)
 
 
 def teacher_of(vocab, tied=False):

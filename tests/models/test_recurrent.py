@@ -108,15 +108,16 @@ def test_a_branch_goes_on_from_its_prompt():
     group, branch, paths = tree_rows()
     x = inputs(group.shape[1], rows=1)
     sequences = PackedSequences(group, branch, True, 4)
-    found = jax.jit(sequences.apply_delta)(x)
-    before = sequences.before("q", x.q)
+    # In NumPy, since each path has its own length, for which JAX would compile every look-up.
+    found, before = jax.device_get(jax.jit(lambda x: (sequences.apply_delta(x), sequences.before("q", x.q)))(x))
+    x = jax.device_get(x)
     for path in paths:
-        alone = Delta(*(t[:, jnp.asarray(path)] for t in x))
+        alone = Delta(*(t[:, path] for t in x))
         zero = np.zeros((1, HEADS, EACH, KEY, VALUE))
-        np.testing.assert_allclose(found[:, jnp.asarray(path)], by_token(alone, zero)[0], atol=2e-5)
+        np.testing.assert_allclose(found[:, path], by_token(alone, zero)[0], atol=2e-5)
         for count, inputs_before in enumerate(before, 1):
             expected = np.pad(alone.q, ((0, 0), (count, 0), (0, 0), (0, 0)))[:, : len(path)]
-            np.testing.assert_array_equal(inputs_before[:, jnp.asarray(path)], expected)
+            np.testing.assert_array_equal(inputs_before[:, path], expected)
 
 
 @pytest.mark.slow
@@ -137,19 +138,19 @@ def test_padding_changes_no_state(pieces):
     """The next tokens of two sequences, in pieces; of each the second row uses one token less, and pads."""
     state = {"matrix": random_state().reshape(ROWS, -1, KEY, VALUE), "q": jnp.zeros((ROWS, HEADS, 3, KEY))}
     states, done = state, np.zeros(ROWS, int)
-    x = inputs(sum(pieces))
+    x = jax.device_get(inputs(sum(pieces)))
     outputs = [[], []]
     for size in pieces:
         valid = np.array([size, max(size - 1, 1)])
         taken = [np.minimum(done[row] + np.arange(size), sum(pieces) - 1) for row in range(ROWS)]
-        piece = Delta(*(jnp.stack([t[row, taken[row]] for row in range(ROWS)]) for t in x))
+        piece = Delta(*(np.stack([t[row, taken[row]] for row in range(ROWS)]) for t in x))
 
         def run(states, piece, valid):
             sequences = Continuation(states, valid)
             tails = sequences.before("q", piece.q)
             return sequences.apply_delta(piece), tails, sequences.new
 
-        out, tails, states = jax.jit(run)(states, piece, jnp.asarray(valid, jnp.int32))
+        out, tails, states = jax.device_get(jax.jit(run)(states, piece, jnp.asarray(valid, jnp.int32)))
         for row in range(ROWS):
             outputs[row] += [(out[row, i], [tail[row, i] for tail in tails]) for i in range(valid[row])]
         done += valid
@@ -157,10 +158,10 @@ def test_padding_changes_no_state(pieces):
         count = int(done[row])
         alone = Delta(*(t[row : row + 1, :count] for t in x))
         expected, end = by_token(alone, random_state()[row : row + 1])
-        np.testing.assert_allclose(jnp.stack([out for out, _ in outputs[row]]), expected[0], atol=2e-5)
+        np.testing.assert_allclose(np.stack([out for out, _ in outputs[row]]), expected[0], atol=2e-5)
         np.testing.assert_allclose(states["matrix"][row], end.reshape(-1, KEY, VALUE), atol=2e-5)
         padded = np.pad(alone.q[0], ((3, 0), (0, 0), (0, 0)))
         for i in range(3):
-            found = jnp.stack([tails[i] for _, tails in outputs[row]])
+            found = np.stack([tails[i] for _, tails in outputs[row]])
             np.testing.assert_array_equal(found, padded[2 - i : 2 - i + count])
         np.testing.assert_array_equal(states["q"][row], np.swapaxes(padded[-3:], 0, 1))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learner.rollouts import TEMPERATURE, WIDTH, T, policy_gradient, unpacked_logp
+from learner.rollouts import TEMPERATURE, WIDTH, T, moved, policy_gradient, unpacked_logp
 from rollout.simulation import ToySource, drawn, places, sampler, steps
 from tiny import largest_difference, tiny
 
@@ -238,7 +238,7 @@ def test_a_step_goes_on_from_a_checkpoint_with_the_same_successes():
     assert sum(step.metrics["replay/replaced"] for step in whole[4:])
 
 
-OLD, NEW = tiny("windows"), jax.tree.map(lambda a, b: a + 0.03 * b, tiny("windows"), tiny("windows", 5))
+OLD, NEW = tiny("windows"), moved(tiny("windows"), tiny("windows", 5), 0.03)
 PROMPT = [1, 2, 3]
 
 
