@@ -57,8 +57,8 @@ from jaxrl_llm.rewards.sandbox import LEVELS, level  # noqa: E402
 from jaxrl_llm.telemetry.screens import resident_bytes  # noqa: E402
 
 SOONER = (
-    "algorithms", "checkpoints", "cli", "collection", "config", "end_to_end", "engine", "learner", "models", "rl",
-    "rollout", "runs", "sharding", "system", "tests", "tools", "trainer",
+    "algorithms", "checkpoints", "cli", "collection", "config", "end_to_end", "engine", "examples", "learner", "models",
+    "rewards", "rl", "rollout", "rules", "runs", "sharding", "stages", "system", "tests", "tools", "trainer",
 )  # fmt: skip
 """Folders whose programs run once or twice, and so are compiled without XLA's optimisations, but where a module is
 ``OPTIMISED``."""
@@ -137,6 +137,11 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def left_out(path: Path) -> bool:
     """Whether all tests of a file are outside the default set."""
     return path.suffix == ".py" and WHOLE_FILE.search(path.read_text()) is not None
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays too: ``room`` would look through it again and again."""
+    gc.freeze()
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
