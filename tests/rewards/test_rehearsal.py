@@ -100,14 +100,16 @@ def of_tokens(problem, completion):
     return completion.length / len(completion.tokens)
 
 
-@pytest.mark.parametrize("reward", [of_calls, of_the_end, of_messages, of_tokens, accuracy])
 @pytest.mark.parametrize("tools", [["search", "add"], []], ids=["tools", "an environment"])
-def test_rewards_of_episodes_are_rehearsed_on_one(tokenizer, reward, tools):
-    with Scorer((reward,)) as scorer:
+def test_rewards_of_episodes_are_rehearsed_on_one(tokenizer, tools):
+    with Scorer((of_calls, of_the_end, of_messages, of_tokens, accuracy)) as scorer:
         scorer.dry_run(problem("12"), tokenizer, tools)
-        if reward in (of_calls, of_the_end):
-            with pytest.raises(InputError, match="NoneType"):
-                scorer.dry_run(problem("12"), tokenizer)
+
+
+@pytest.mark.parametrize("reward", [of_calls, of_the_end])
+def test_rewards_of_episodes_are_refused_where_there_are_none(tokenizer, reward):
+    with Scorer((reward,)) as scorer, pytest.raises(InputError, match="NoneType"):
+        scorer.dry_run(problem("12"), tokenizer)
 
 
 def test_an_invented_episode_calls_a_tool_that_there_is(tokenizer):
