@@ -283,9 +283,11 @@ def test_a_stage_trains_and_resumes(tmp_path):
         code, whole = trained(run, tmp_path / "whole")
         losses = [row["loss"] for row in whole if row["step"]]
         assert code == 0 and len(losses) == 4 and min(losses) < losses[0] - 1
-        trained(dataclasses.replace(run, steps=2), tmp_path / "parts")
-        code, parts = trained(run, tmp_path / "parts")
-        assert code == 0 and [row["loss"] for row in parts if row["step"]] == losses
+        shutil.copytree(tmp_path / "whole", tmp_path / "broken")
+        shutil.rmtree(tmp_path / "broken" / "checkpoints" / "4")  # as if it had been broken off after the step before
+        code, broken = trained(run, tmp_path / "broken")
+        assert code == 0 and [row["loss"] for row in broken if row["step"]] == losses
+        assert [row["step"] for row in broken if "event/resumed" in row] == [3]
     finally:
         del STAGES[stage.Copying]
 
