@@ -63,6 +63,7 @@ def test_a_controller_is_one_too():
     assert given("--recipe.controller None").controller is None
 
 
+@pytest.mark.slow(but=("grpo", "ppo", "top_entropy"))
 @pytest.mark.parametrize("name", RECIPES)
 def test_without_such_a_flag_nothing_changes(name):
     assert given("", name) == RECIPES[name]

@@ -78,6 +78,7 @@ def test_of_one_update_a_batch_it_is_said_what_waits_for_a_second(name):
         assert not [line for line in inert(run_of(name, **several)) if line.startswith("one update")], several
 
 
+@pytest.mark.slow(but=("grpo-surrogate0", "sapo-surrogate3", "penalty-surrogate6"))
 @pytest.mark.parametrize(("name", "surrogate"), [
     ("grpo", PPOClip(0.0, 0.0, 1.01)), ("gspo", PPOClip(0.5, 0.5)), ("cispo", CISPO(1.0, 1.0)),
     ("sapo", SAPO(9.0, 0.1)),

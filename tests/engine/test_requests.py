@@ -119,7 +119,7 @@ def sampled(group):
     return [done[handle] for handle in handles]
 
 
-@pytest.mark.slow(but="3")
+@pytest.mark.slow(but="8")
 @pytest.mark.parametrize("group", [3, 8])
 def test_sharing_a_prompt_draws_the_same_tokens(group):
     for found, wanted in zip(sampled(group), sampled(1), strict=True):

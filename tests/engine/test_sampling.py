@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import kept_tokens
-from scipy.stats import chi2, kstest
 from tiny import Compilations, equations
 
 from jaxrl_llm.engine.sampling import DrawOptions, draw, draw_options, to_traced, uniforms
@@ -61,8 +60,11 @@ def batch_of_draws(logits, rule, first, wanted):
     return draw(rows(logits, BATCH), uniforms(seeds, jnp.full(BATCH, 7, jnp.int32)), rule, wanted)
 
 
+@pytest.mark.slow(but=("all", "cool"))
 @pytest.mark.parametrize("name", RULES)
 def test_a_hundred_thousand_draws_follow_the_distribution(name):
+    from scipy import stats  # which takes a second
+
     sampling = RULES[name]
     _, wanted = distribution(LOGITS, sampling)
     rule, need = to_traced(sampling), draw_options(sampling)
@@ -77,7 +79,7 @@ def test_a_hundred_thousand_draws_follow_the_distribution(name):
         DRAWS * np.append(wanted[common], wanted[~common].sum()),
     )
     statistic = np.sum((observed - expected) ** 2 / np.maximum(expected, 1e-9))
-    assert chi2.sf(statistic, common.sum() - 1) > 1e-4
+    assert stats.chi2.sf(statistic, common.sum() - 1) > 1e-4
 
 
 @pytest.mark.slow
@@ -231,11 +233,13 @@ def test_uniform_numbers_are_functions_of_seed_and_position():
 
 
 def test_uniform_numbers_are_uniform_along_positions_and_seeds():
+    from scipy import stats  # which takes a second
+
     many = jnp.arange(20_000)
     same_seed = uniforms(jnp.zeros((20_000, 2), jnp.uint32), many)
     same_place = uniforms(jnp.stack([many.astype(jnp.uint32)] * 2, axis=1), jnp.zeros(20_000, jnp.int32))
     for u in (same_seed, same_place):
-        assert kstest(np.asarray(u), "uniform").pvalue > 1e-3
+        assert stats.kstest(np.asarray(u), "uniform").pvalue > 1e-3
         assert u.min() >= 0 and u.max() < 1
     assert abs(np.corrcoef(same_seed[:-1], same_seed[1:])[0, 1]) < 0.03
 

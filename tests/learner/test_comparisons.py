@@ -81,21 +81,22 @@ def small(name):
     return Layout(1 if name in ("texts", "steps") else 2, 18, T)
 
 
+ONE_OF_EACH = ("texts", "dpo of averages, smoothed", "kto", "centred", "steps")
+
+
 @functools.cache
 def wanted(name):
     one = case(name)
     return by_hand("values" if one.params is SCALAR else "logp", one.params, one.completions, one.loss)
 
 
+@pytest.mark.slow(but=ONE_OF_EACH)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_through_packing_and_microbatches_are_those_of_the_formula(name):
     loss, slope = wanted(name)
     found, metrics = alone(name)
     np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
     assert largest_difference(found, slope) < 1e-5
-
-
-ONE_OF_EACH = ("texts", "dpo of averages, smoothed", "kto", "centred", "steps")
 
 
 @pytest.mark.slow

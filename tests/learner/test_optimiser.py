@@ -127,6 +127,7 @@ ORACLES = {"adamw": (adam, adam), "adafactor": (adafactor, whole_moments), "muon
 """Of matrices, and of all else."""
 
 
+@pytest.mark.slow(but=("adamw", "adafactor", "muon"))
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "offloaded"])
 def test_directions_are_the_formulas_for_one_matrix_at_a_time(kind):
     config, found = KINDS[kind], directions(KINDS[kind])

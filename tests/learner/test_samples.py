@@ -10,7 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from learner.rollouts import G, T, changed, forward_on, one_device, padded, policy_gradient, rollout, unpacked_logp
+from learner.rollouts import (
+    G,
+    T,
+    changed,
+    forward_on,
+    moved,
+    one_device,
+    padded,
+    policy_gradient,
+    rollout,
+    unpacked_logp,
+)
 from tiny import largest_difference, tiny
 
 from jaxrl_llm.algorithms import PRESETS, PolicyBatch, policy_loss
@@ -33,7 +44,7 @@ from jaxrl_llm.types import AdvantageContext, Completion, Episode, Group, Proble
 
 PROBLEM = Problem("1", ({"role": "user", "content": "?"},), "3", "test")
 MODEL = tiny("windows")
-REFERENCE = jax.tree.map(lambda a, b: a + 0.1 * b, MODEL, tiny("windows", 6))
+REFERENCE = moved(MODEL, tiny("windows", 6), 0.1)
 LAYOUT = Layout(2, 22, T)
 ENDED = {2: "length", 7: "repetition"}
 REWARDS = np.random.default_rng(3).normal(size=(3, G))
@@ -281,6 +292,7 @@ def estimated(estimator, groups, length, mesh):
     return found, used.argument_size_in_bytes + used.output_size_in_bytes + used.temp_size_in_bytes
 
 
+@pytest.mark.slow(but=("gae whitened", "kl in the reward"))
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_advantages_are_estimated_by_rows_on_the_devices_that_divide_a_batch(name):
     estimator = ESTIMATORS[name]

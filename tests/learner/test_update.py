@@ -12,6 +12,7 @@ from learner.rollouts import (
     TEMPERATURE,
     T,
     changed,
+    moved,
     objective_gradient,
     one_device,
     padded,
@@ -45,14 +46,8 @@ WIDE_GSPO = dataclasses.replace(PRESETS["gspo"], surrogate=PPOClip(0.2, 0.3))
 CHOOSING = dataclasses.replace(PRESETS["m2po"], ratio=Token(), surrogate=M2PO(1e-4))
 
 
-def moved(model, seed, scale=0.02):
-    """A policy nearby."""
-    other = tiny("windows", seed)
-    return jax.tree.map(lambda a, b: a + scale * b, model, other)
-
-
 MODEL = tiny("windows")
-OLD, REFERENCE = moved(MODEL, 5), moved(MODEL, 6)
+OLD, REFERENCE = (moved(MODEL, tiny("windows", seed), 0.02) for seed in (5, 6))
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))
@@ -69,7 +64,7 @@ def scored(model, packed):
     return score(model, packed, jnp.float32(TEMPERATURE), COMPUTE)
 
 
-@pytest.mark.slow(but="grpo")
+@pytest.mark.slow(but="gspo")
 @pytest.mark.parametrize(
     ("algorithm", "layouts"),
     [(PRESETS["grpo"], LAYOUTS), (PRESETS["dapo"], ["two rows"]), (WIDE_GSPO, ["one row", "two parts, own prompts"]),
@@ -156,7 +151,7 @@ def resumed(samples):
 def test_tokens_of_earlier_steps_take_the_sampler_as_their_old_policy():
     carried = resumed(rollout())
     found, metrics = packed_gradient(OLD, pack(carried, LAYOUTS["two rows"][0]), PRESETS["dapo"])
-    wanted, _ = jax.grad(lambda m: unpacked_loss(PRESETS["dapo"], m, carried), has_aux=True)(OLD)
+    wanted, _ = jax.jit(jax.grad(lambda m: unpacked_loss(PRESETS["dapo"], m, carried), has_aux=True))(OLD)
     assert largest_difference(found, wanted) < 1e-5
     assert metrics["policy_kl"] > 0 and abs(metrics["ratio"] - 1) > 1e-4
     np.testing.assert_allclose(metrics["sampler/logp_abs_diff_mean"], fresh_gap(OLD, carried), rtol=1e-4)
@@ -179,7 +174,7 @@ def test_with_several_updates_the_old_policy_of_fresh_tokens_is_the_learners():
     packed = packed.with_tokens(old_logp=scored(OLD, packed), ref_logp=scored(REFERENCE, packed))
     found, _ = packed_gradient(MODEL, packed, PRESETS["dapo"])
     old = unpacked_logp(OLD, samples)
-    wanted, _ = jax.grad(lambda m: unpacked_loss(PRESETS["dapo"], m, samples, old), has_aux=True)(MODEL)
+    wanted, _ = jax.jit(jax.grad(lambda m: unpacked_loss(PRESETS["dapo"], m, samples, old), has_aux=True))(MODEL)
     assert largest_difference(found, wanted) < 1e-5
 
 

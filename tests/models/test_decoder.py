@@ -55,6 +55,7 @@ def packed_row(width):
     return TokenRows(**columns), paths
 
 
+@pytest.mark.slow(but=("windows", "gemma", "partial", "sinks", "delta", "latent"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_rows_equal_one_row_for_each_completion(kind):
     model = tiny(kind)
@@ -78,7 +79,7 @@ def test_packing_keeps_groups_apart_bit_for_bit():
                                   np.asarray(hidden(model, rows))[0][first_prompt_and_second_branch])  # fmt: skip
 
 
-@pytest.mark.slow(but=KINDS.keys() - {"conv", "latent"})
+@pytest.mark.slow(but=("gemma", "experts", "conv"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_on_the_right_cannot_change_a_real_position(kind):
     model = tiny(kind)
@@ -90,7 +91,7 @@ def test_padding_on_the_right_cannot_change_a_real_position(kind):
     np.testing.assert_allclose(padded, np.asarray(logits(model, tokens[:, :6])), rtol=1e-4, atol=2e-5)
 
 
-@pytest.mark.slow(but=KINDS.keys() - {"conv", "latent"})
+@pytest.mark.slow(but=("windows", "gemma", "experts", "conv"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_sees_what_is_before_it_and_within_its_windows(kind):
     model, attention = tiny(kind), KINDS[kind].attention
@@ -151,7 +152,7 @@ def test_bfloat16_stays_bfloat16(kind):
     assert all(v.aval.dtype == jnp.bfloat16 for v in traced.jaxpr.outvars)
 
 
-@pytest.mark.slow(but=("plain", "gemma"))
+@pytest.mark.slow(but="gemma")
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_gradient_is_the_slope(kind):
     model = tiny(kind)

@@ -58,6 +58,7 @@ def computed(form):
 SIZES = [(1, 4, 2), (5, 3, 3), (40, 6, 2), (33, 2, 1)]
 
 
+@pytest.mark.slow(but={f"size{number}-{form}" for number in (1, 3) for form in experts.FORMS})
 @pytest.mark.parametrize("form", experts.FORMS)
 @pytest.mark.parametrize("size", SIZES)
 def test_each_form_is_the_sum_by_hand(form, size):

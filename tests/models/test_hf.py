@@ -57,6 +57,7 @@ def test_logits_agree_with_transformers(name):
     np.testing.assert_allclose(ours, example["logits"], atol=1e-4, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "part", "change"),
     [

@@ -120,6 +120,7 @@ def test_the_report_names_every_model(ppo, tmp_path):
     assert "reward models" in (tmp_path / "plan.svg").read_text()
 
 
+@pytest.mark.slow(but=("other", "adapter"))
 @pytest.mark.parametrize("critic", ["own", "other", "adapter"])
 def test_bytes_of_all_models_are_those_that_a_device_really_holds(critic, sooner):
     run = four_models(adapter=critic == "adapter", model="other" if critic == "other" else None)

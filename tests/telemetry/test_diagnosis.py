@@ -49,6 +49,7 @@ def sick_rows(kind, steps, began, shape, noise, seed):
     return rows(columns, tested, 5 if steps < 100 else 10, noise, seed)
 
 
+@pytest.mark.slow(but={f"{steps}-{kind}" for steps in (30, 400) for kind in MATTERS})
 @pytest.mark.parametrize("kind", MATTERS)
 @pytest.mark.parametrize("steps", [30, 100, 400, 2000])
 def test_each_trouble_is_found_near_where_it_began(kind, steps):
