@@ -274,6 +274,7 @@ def test_a_backend_draws_what_the_engine_draws(tmp_path):
     assert said[0] == said[1] and {kind for kind, _ in said[0]} == {"training", "evaluation"}
 
 
+@pytest.mark.slow
 def test_a_stage_trains_and_resumes(tmp_path):
     smoke = resolved(load_config("smoke")[1])
     fields = {field.name: getattr(smoke, field.name) for field in dataclasses.fields(smoke)}

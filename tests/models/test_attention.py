@@ -76,7 +76,8 @@ def graded(attend, real, q, k, v):
 
 
 @pytest.mark.parametrize(
-    ("width", "lengths"), [(40, (7, 21, 9)), pytest.param(300, (150, 20, 99), marks=slow), (1100, (700, 353))]
+    ("width", "lengths"),
+    [pytest.param(40, (7, 21, 9), marks=slow), pytest.param(300, (150, 20, 99), marks=slow), (1100, (700, 353))],
 )
 def test_parts_of_a_row_equal_the_whole(width, lengths):
     config, rows = Attention(4, 2, 8, softcap=5.0, scale=0.5), packed(width, lengths, True, 1)

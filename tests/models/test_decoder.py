@@ -55,7 +55,7 @@ def packed_row(width):
     return TokenRows(**columns), paths
 
 
-@pytest.mark.slow(but=("windows", "gemma", "partial", "sinks", "delta", "latent"))
+@pytest.mark.slow(but=("windows", "gemma", "sinks", "delta"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_rows_equal_one_row_for_each_completion(kind):
     model = tiny(kind)

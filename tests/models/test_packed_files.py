@@ -49,6 +49,7 @@ def test_four_bits_of_bitsandbytes_are_read():
         np.testing.assert_allclose(logits(model, example["tokens"]), example["logits"], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_four_bits_of_bitsandbytes_are_kept():
     """Layers that are stored wide beside packed ones are packed here."""
     stored = load_file(PUBLISHED / "model.safetensors")

@@ -256,7 +256,7 @@ def test_packed_experts_stay_with_their_devices():
     assert "all-gather" not in text
 
 
-@pytest.mark.slow(but="nf4")
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_stack_is_ever_wide_where_activations_are_kept(kind):
     policy, data = adapter(kind), step()
