@@ -96,6 +96,15 @@ def test_a_run_that_does_not_fit_is_told_the_smallest_change(slots, remat, chang
     assert line == f"it fits with {change} (by formula)"
 
 
+@pytest.mark.filterwarnings("ignore:get_parser")
+def test_a_change_is_proposed_also_where_the_formula_says_that_it_fits():
+    """The compiler may need far more than the formula."""
+    run, machine = tiny_run((1, 1, 1), slots=8), parse_topology("h100:1")
+    plan = plan_run(run, CONFIG, machine, None, None, False)
+    compiled = dataclasses.replace(plan, learning=dataclasses.replace(plan.learning, temporary=machine.chip.memory))
+    assert smallest_change(compiled, CONFIG, None).startswith("it fits with --learner.")
+
+
 def test_slots_left_open_are_as_many_as_fit():
     run, machine = tiny_run((1, 1, 1), slots=0), parse_topology("h100:1")
     usual, half = (
