@@ -4,11 +4,13 @@ And the reward models under tests/fixtures/reward_models, with their scores.
 
     pip install torch==2.13.0 transformers safetensors gguf
     python tools/make_model_fixtures.py make     # write the fixtures anew, or those named after it
+    python tools/make_model_fixtures.py convert LLAMA_CPP    # GGUF files of newer families by llama.cpp's converter
     python tools/make_model_fixtures.py check    # export each with jaxrl_llm, load it in transformers, compare results
 
 torch is pinned because another version may change the random weights. Run from the root of the repository.
 """
 
+import hashlib
 import json
 import pathlib
 import re
@@ -211,6 +213,9 @@ GGUF = {
     "qwen2_moe": "QWEN2MOE",
     "olmoe": "OLMOE",
 }
+CONVERTED = ("lfm2", "qwen3_5_text", "glm4_moe")
+"""Families with a GGUF file that llama.cpp's own converter wrote; of those below only a digest is kept."""
+DIGESTED = ("qwen3_5_moe_text", "qwen3_next")
 
 
 def make(*names: str) -> None:
@@ -359,6 +364,35 @@ def write_gguf(directory: pathlib.Path, path: pathlib.Path, architecture: str) -
     writer.close()
 
 
+def convert(checkout: str) -> None:
+    """Let llama.cpp's converter, in a checkout (that of llama-cpp-python 0.3.36), write files of newer families."""
+    sys.path[:0] = [checkout, f"{checkout}/gguf-py"]
+    import gguf
+    from conversion import get_model_class
+    from conversion.base import ModelBase
+
+    for name in CONVERTED + DIGESTED:
+        attributes = ModelBase.load_hparams(FIXTURES / name, False)
+        kind = get_model_class(attributes["architectures"][0], mmproj=False)
+        own = {"set_vocab": lambda self: None, "model_arch": kind.model_arch, "no_mtp": True}
+        path = FIXTURES / f"{name}.gguf"
+        type(name, (kind,), own)(
+            FIXTURES / name, gguf.LlamaFileType.ALL_F32, path, eager=True, hparams=attributes
+        ).write()
+        if name in DIGESTED:
+            tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(path).tensors}
+            print(name, digest(tensors))
+            path.unlink()
+
+
+def digest(tensors: dict[str, np.ndarray]) -> str:
+    """A digest of names, shapes and numbers, but those of decays, whose exponentials libraries round differently."""
+    found = hashlib.sha256()
+    for name, array in sorted(tensors.items()):
+        found.update(f"{name} {array.shape}".encode() + (b"" if name.endswith("ssm_a") else array.tobytes()))
+    return found.hexdigest()[:16]
+
+
 def write_metadata(writer, config: dict) -> None:
     """The keys that describe the architecture and its special tokens."""
     writer.add_block_count(config["num_hidden_layers"])
@@ -443,4 +477,4 @@ def report(loaded: torch.nn.Module, name: str, difference: float) -> None:
 
 
 if __name__ == "__main__":
-    {"make": make, "check": check}[sys.argv[1]](*sys.argv[2:])
+    {"make": make, "convert": convert, "check": check}[sys.argv[1]](*sys.argv[2:])

@@ -18,16 +18,19 @@ import numpy as np
 
 from jaxrl_llm.errors import InputError, require
 from jaxrl_llm.models.config import Llama3Rope, ModelConfig
-from jaxrl_llm.models.families import Family, StoredTensor, Tensor, family_of, tensors_of
-from jaxrl_llm.models.hf import differing_fields, read_config, write_config, write_scaling
-from jaxrl_llm.models.weights import to_stored
+from jaxrl_llm.models.families import FAMILIES, Fused, StoredTensor, Tensor, axis_sizes, layers_of, tensors_of
+from jaxrl_llm.models.hf import EXPERT_COUNTS, differing_fields, read_config, write_config, write_scaling
+from jaxrl_llm.models.weights import hf_shape, join_tensors, split_tensors, to_parts
 from jaxrl_llm.system.paths import new_file
 
 ARCHITECTURES = types.MappingProxyType({
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2",
-    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe",
+    "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe", "lfm2": "lfm2", "qwen35": "qwen3_5_text",
+    "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next", "glm4moe": "glm4_moe",
 })  # fmt: skip
 """general.architecture -> model_type. Mistral's files carry "llama", and so do Mixtral's, with a number of experts."""
+WRITTEN_AS = types.MappingProxyType({"mistral": "llama", "mixtral": "llama"})
+"""Families without an architecture of their own."""
 
 ATTRIBUTES = types.MappingProxyType({
     "block_count": "num_hidden_layers", "embedding_length": "hidden_size",
@@ -40,8 +43,21 @@ ATTRIBUTES = types.MappingProxyType({
     "expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    "nextn_predict_layers": "num_nextn_predict_layers", "full_attention_interval": "full_attention_interval",
+    "ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim",
+    "ssm.group_count": "linear_num_key_heads", "ssm.time_step_rank": "linear_num_value_heads",
 })  # fmt: skip
 """Metadata key after the architecture's prefix -> attribute of config.json."""
+_GROUPED = {
+    "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob",
+    "leading_dense_block_count": "first_k_dense_replace",
+}  # fmt: skip
+OWN_ATTRIBUTES = types.MappingProxyType({
+    "lfm2": {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
+    "glm4moe": _GROUPED,
+})  # fmt: skip
+"""The same of one architecture."""
 
 PATHS = types.MappingProxyType({
     "token_embd.weight": "embed", "output_norm.weight": "final_norm", "output.weight": "head",
@@ -54,12 +70,32 @@ PATHS = types.MappingProxyType({
     "post_attention_norm.weight": "blocks.norms.attn_post", "post_ffw_norm.weight": "blocks.norms.mlp_post",
     "ffn_gate_inp.weight": "blocks.experts.router", "ffn_gate_exps.weight": "blocks.experts.gate",
     "ffn_up_exps.weight": "blocks.experts.up", "ffn_down_exps.weight": "blocks.experts.down",
-    "ffn_gate_inp_shexp.weight": "blocks.experts.shared_gate",
+    "ffn_gate_inp_shexp.weight": "blocks.experts.shared_gate", "exp_probs_b.bias": "blocks.experts.choice_bias",
+    "attn_gate.weight": "blocks.delta.z", "ssm_beta.weight": "blocks.delta.b", "ssm_alpha.weight": "blocks.delta.a",
+    "ssm_a": "blocks.delta.decay_log", "ssm_dt.bias": "blocks.delta.decay_bias",
+    "ssm_norm.weight": "blocks.delta.norm", "ssm_out.weight": "blocks.delta.o",
+    "shortconv.conv.weight": "blocks.conv.x_conv", "shortconv.out_proj.weight": "blocks.conv.o",
 })  # fmt: skip
 """Tensor name after ``blk.N.`` -> our path; a shared expert's matrices are those of an MLP with ``SHARED_SUFFIX``."""
 SHARED_SUFFIX = "_shexp"
+FUSED_NAMES = types.MappingProxyType({
+    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_qkv.weight": "linear_attn.in_proj_qkv.weight", "ssm_ba.weight": "linear_attn.in_proj_ba.weight",
+    "ssm_conv1d.weight": "linear_attn.conv1d.weight", "shortconv.in_proj.weight": "conv.in_proj.weight",
+})  # fmt: skip
+"""Tensor name after ``blk.N.`` -> the end of Hugging Face's, of tensors that hold several of ours."""
+_TWO_NORMS = {"model.layers.{}.post_attention_layernorm.weight": "post_attention_norm.weight"}
+OWN_NAMES = types.MappingProxyType({
+    "lfm2": {"model.embedding_norm.weight": "token_embd_norm.weight"},
+    **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next", "glm4moe"), _TWO_NORMS),
+})  # fmt: skip
+"""Architecture -> Hugging Face's names of tensors that it names otherwise than ``PATHS``."""
+EXACT = ("ffn_gate_inp", "ssm_conv1d", "shortconv.conv")
+"""Parts of the names of matrices that are stored in float32 always."""
 
 EMBEDDING, LLAMA3_ROPE = "token_embd.weight", "rope_freqs.weight"
+SIGMOID = 2
+"""llama.cpp's number of the function by which experts are chosen."""
 CONTROL, USER_DEFINED = 3, 4
 """Token types of llama.cpp that are cut out of the text whole."""
 END_KEYS = ("eos", "eot", "eom")
@@ -88,8 +124,9 @@ def load_gguf(
 
 
 def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, StoredTensor], Any | None]:
-    """Read (config.json's attributes, float32 tensors under Hugging Face's names, tokenizer or None) from a GGUF file.
-    InputError where the file is incomplete, or its architecture, quantisation or tokenizer is unknown.
+    """Read (config.json's attributes, float32 tensors under Hugging Face's names, those of ``split_tensors`` where it
+    fuses several, tokenizer or None) from a GGUF file. InputError where the file is incomplete, or its architecture,
+    quantisation or tokenizer is unknown.
     """
     import gguf
 
@@ -106,7 +143,7 @@ def read_gguf(path: str | os.PathLike) -> tuple[dict[str, Any], dict[str, Stored
         shapes = {tensor.name: tuple(int(size) for size in reversed(tensor.shape)) for tensor in reader.tensors}
         tables = [np.asarray(tensor.data).ravel() for tensor in reader.tensors if tensor.name == LLAMA3_ROPE]
         attributes = config_attributes(value, shapes, tables[0] if tables else None)
-        stored = _hf_tensors(reader.tensors, shapes, attributes)
+        stored = _hf_tensors(reader.tensors, attributes)
         return attributes, stored, _tokenizer(value, attributes.get("max_position_embeddings", 2048))
 
 
@@ -133,14 +170,18 @@ def config_attributes(
         raise InputError(f"the GGUF architecture {architecture!r} is not supported; supported are "
                          f"{', '.join(ARCHITECTURES)}")  # fmt: skip
     is_mixtral = architecture == "llama" and lookup("llama.expert_count")
-    family = family_of("mixtral" if is_mixtral else ARCHITECTURES[architecture])
-    attributes = {"model_type": family.model_type, "architectures": [family.architecture], "torch_dtype": "float32"}
-    for key, name in ATTRIBUTES.items():
-        field = lookup(f"{architecture}.{key}")
-        if field is not None:
-            attributes[name] = field
-    if "norm_topk_prob" in family.defaults:
-        attributes["norm_topk_prob"] = family.model_type == "qwen3_moe"  # which llama.cpp's architectures imply
+    family = FAMILIES["mixtral" if is_mixtral else ARCHITECTURES[architecture]]
+    attributes: dict[str, Any] = {"model_type": family.model_type, "torch_dtype": "float32"}
+    attributes["architectures"] = [family.architecture]
+
+    def field(key: str) -> Any:
+        return lookup(f"{architecture}.{key}")
+
+    names = ATTRIBUTES | OWN_ATTRIBUTES.get(architecture, {})
+    attributes |= {name: x for key, name in names.items() if (x := field(key)) is not None}
+    if "norm_topk_prob" in family.defaults:  # which some of llama.cpp's architectures imply
+        attributes.setdefault("norm_topk_prob", family.model_type in ("qwen3_moe", "qwen3_next"))
+    _add_own_attributes(attributes, field, shapes)
     if EMBEDDING not in shapes:
         raise InputError(f"the file holds no {EMBEDDING}; take the file of a whole model")
     attributes |= {"vocab_size": shapes[EMBEDDING][0], "tie_word_embeddings": "output.weight" not in shapes}
@@ -155,6 +196,47 @@ def config_attributes(
         largest = attributes["num_hidden_layers"] == {"gemma2": 46, "gemma3_text": 62}[family.model_type]
         attributes["query_pre_attn_scalar"] = width // heads if largest else attributes.get("head_dim", width // heads)
     return attributes
+
+
+def _add_own_attributes(attributes: dict[str, Any], field: Callable[[str], Any], shapes: Mapping[str, Any]) -> None:
+    """Add the attributes that newer architectures express in several keys, in lists, or by their tensors."""
+    family = FAMILIES[attributes["model_type"]]
+    if more := attributes.get("num_nextn_predict_layers"):
+        attributes["num_hidden_layers"] -= more
+    recurrent = field("attention.recurrent_layers")
+    if family.model_type == "lfm2":
+        heads = attributes["num_key_value_heads"]
+        recurrent = [count == 0 for count in heads]
+        attributes |= {"num_key_value_heads": max(heads), "block_auto_adjust_ff_dim": False}
+    if recurrent:
+        kinds = [family.recurrent[1] if state else "full_attention" for state in recurrent]
+        attributes["layer_types"] = kinds[: attributes["num_hidden_layers"]]
+    if "linear_value_head_dim" in family.defaults:
+        attributes["linear_value_head_dim"] = field("ssm.inner_size") // attributes["linear_num_value_heads"]
+    if "partial_rotary_factor" in family.defaults:
+        attributes["partial_rotary_factor"] = field("rope.dimension_count") / attributes["head_dim"]
+    if "scoring_func" in family.required and field("expert_gating_func") not in (None, SIGMOID):
+        raise InputError("the file's experts are chosen by a softmax; load the model from a Hugging Face directory")
+    if "use_qk_norm" in family.defaults:
+        attributes["use_qk_norm"] = "blk.0.attn_q_norm.weight" in shapes
+        attributes["attention_bias"] = "blk.0.attn_q.bias" in shapes
+
+
+def _own_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields that ``_add_own_attributes`` reads, and those that llama.cpp needs besides."""
+    fields: dict[str, Any] = {}
+    attention, recurrent = config.attention, config.recurrent
+    if recurrent is not None and recurrent.kind == "conv":
+        fields["attention.head_count_kv"] = [0 if state else attention.kv_heads for state in recurrent.layers]
+    elif recurrent is not None:
+        fields["attention.recurrent_layers"] = [*recurrent.layers]
+        fields["ssm.inner_size"] = recurrent.value_heads * recurrent.value_dim
+        # Pairs that turn by each of a picture's coordinates; in texts all of them are equal.
+        thirds = [(attention.rope.dims // 2 + 2 - i) // 3 for i in range(3)]
+        fields |= {} if config.family == "qwen3_next" else {"rope.dimension_sections": [*thirds, 0]}
+    if config.experts is not None and config.experts.sigmoid:
+        fields |= {"expert_gating_func": SIGMOID, "leading_dense_block_count": config.experts.dense_layers}
+    return fields
 
 
 def shortest_decimal(value: Any) -> Any:
@@ -188,37 +270,81 @@ def llama3_table(rope: Llama3Rope, base: float, count: int) -> np.ndarray:
     return 1.0 / ((1.0 - smooth) / rope.factor + smooth)
 
 
-def _hf_tensors(
-    tensors: Sequence[Any], shapes: Mapping[str, tuple[int, ...]], attributes: dict[str, Any]
-) -> dict[str, StoredTensor]:
-    family = family_of(attributes["model_type"])
-    names = {tensor.path: tensor.name for tensor in family.tensors}
-    head_dim = attributes.get("head_dim", attributes["hidden_size"] // attributes["num_attention_heads"])
+def _hf_tensors(tensors: Sequence[Any], attributes: dict[str, Any]) -> dict[str, StoredTensor]:
+    config = read_config(attributes)
+    names, fused = _file_names(config)
+    end = config.layers + attributes.get("num_nextn_predict_layers", 0)
     stored = {}
     for tensor in tensors:
-        if tensor.name == LLAMA3_ROPE:
-            continue
         match = re.fullmatch(r"blk\.(\d+)\.(.+)", tensor.name)
-        name = match[2] if match else tensor.name
-        path = PATHS.get(name, PATHS.get(name.replace(SHARED_SUFFIX, "")))
-        if path not in names:
-            raise InputError(f"the tensor {tensor.name} is unknown to {family.model_type}; "
+        layer, name = (int(match[1]), match[2]) if match else (0, tensor.name)
+        if tensor.name == LLAMA3_ROPE or config.layers <= layer < end:  # layers that predict several tokens
+            continue
+        if name not in names:
+            raise InputError(f"the tensor {tensor.name} is unknown to {config.family}; "
                              "load the model from a Hugging Face directory")  # fmt: skip
-        _, undo = storage_changes(family, path, head_dim)
-        shape = shapes[tensor.name]
-        read = functools.partial(_read_tensor, tensor, undo)
-        if names[path].count("{}") == 2:
-            for expert in range(shape[0]):
-                name = names[path].format(match[1] if match else 0, expert)
-                stored[name] = StoredTensor(
-                    shape[1:], lambda place, read=read, expert=expert: read((slice(expert, expert + 1), *place))[0]
-                )
-        else:
-            stored[names[path].format(match[1]) if match else names[path]] = StoredTensor(shape, read)
+        shape = tuple(int(size) for size in reversed(tensor.shape))
+        stored[names[name].name.format(layer, "{}")] = StoredTensor(shape, functools.partial(_read_tensor, tensor))
+    stored = split_tensors(config, stored, fused)
+    for tensor, name in _in_layers(config):
+        if name not in stored:
+            continue
+        plain = stored.pop(name)
+        _, undo, shapes = storage_changes(config, tensor)
+        if "{}" not in name:
+            part = functools.partial(_read_changed, plain, undo, bool(shapes))
+            stored[name] = StoredTensor(shapes[0] if shapes else plain.shape, part)
+            continue
+        for expert in range(plain.shape[0]):
+            stored[name.format(expert)] = StoredTensor(
+                plain.shape[1:],
+                lambda place, plain=plain, expert=expert: plain.part((slice(expert, expert + 1), *place))[0],
+            )
     return stored
 
 
-def _read_tensor(tensor: Any, undo: Change, place: tuple[slice, ...]) -> np.ndarray:
+def _read_changed(stored: StoredTensor, undo: Change, whole: bool, place: tuple[slice, ...]) -> np.ndarray:
+    return undo(stored.read())[place] if whole else undo(stored.part(place))
+
+
+def _file_names(config: ModelConfig) -> tuple[dict[str, Tensor | Fused], list[Fused]]:
+    """Return what each of a file's tensors holds, by its name without ``blk.N.``, and those that hold several."""
+    architecture = _architecture(config)
+    names = {path: name for name, path in PATHS.items()}
+    found: dict[str, tuple[str, Tensor | Fused]] = {}
+    for tensor in tensors_of(config):
+        name = names.get(tensor.path.replace("blocks.shared.", "blocks.mlp."), "")
+        name = OWN_NAMES.get(architecture, {}).get(tensor.name, name)
+        name = name.replace(".weight", f"{SHARED_SUFFIX}.weight") if "S" in tensor.axes else name
+        found[tensor.name] = (name, tensor)
+    kinds = []
+    for name, end in FUSED_NAMES.items():
+        fused = next(x for family in FAMILIES.values() for x in family.fused if x.name.endswith(end))
+        if found.keys() >= {*fused.parts} and (name != "ssm_ba.weight" or architecture == "qwen3next"):
+            found = {key: x for key, x in found.items() if key not in fused.parts} | {fused.name: (name, fused)}
+            kinds.append(fused)
+    return dict(found.values()), kinds
+
+
+def _architecture(config: ModelConfig) -> str:
+    """Return the name of the model's architecture in files; InputError where it has none."""
+    architectures = {model_type: architecture for architecture, model_type in ARCHITECTURES.items()} | WRITTEN_AS
+    require(
+        config.family in architectures, f"the family {config.family} has no known name in GGUF files: write a directory"
+    )
+    return architectures[config.family]
+
+
+def _in_layers(config: ModelConfig) -> list[tuple[Tensor, str]]:
+    """Return each tensor and its name in each layer that has it, in which ``{}`` stands for the expert."""
+    return [
+        (tensor, tensor.name.format(layer, "{}"))
+        for tensor in tensors_of(config)
+        for layer in (layers_of(tensor, config) if tensor.layered else (0,))
+    ]
+
+
+def _read_tensor(tensor: Any, place: tuple[slice, ...]) -> np.ndarray:
     import gguf
 
     try:
@@ -227,27 +353,45 @@ def _read_tensor(tensor: Any, undo: Change, place: tuple[slice, ...]) -> np.ndar
         first = columns.start // block
         stored = tensor.data[(*rows, slice(first * size, -(-columns.stop // block) * size))]
         values = gguf.dequantize(stored, tensor.tensor_type).astype(np.float32, copy=False)
-        return undo(values[..., columns.start - first * block : columns.stop - first * block])
+        return values[..., columns.start - first * block : columns.stop - first * block]
     except NotImplementedError:
         raise InputError(f"{tensor.name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
                          "take a file quantised otherwise, or a Hugging Face directory") from None  # fmt: skip
 
 
-def storage_changes(family: Family, path: str, head_dim: int) -> tuple[Change, Change]:
-    """Return llama.cpp's change of a parameter before storage, and its inverse for whole heads or a part of a norm. It
-    pairs rows of a llama's queries and keys for interleaved rotary, and adds 1 to norms stored as their difference from
-    1.
+def storage_changes(config: ModelConfig, tensor: Tensor) -> tuple[Change, Change, Sequence[tuple[int, ...]]]:
+    """Return llama.cpp's change of a parameter before storage, and its inverse for whole heads or a part of a norm; if
+    it is for nothing but the whole parameter, also the shapes of that and of what is stored. It pairs rows of a llama's
+    queries and keys for interleaved rotary, adds 1 to norms stored as their difference from 1, stores a decay in place
+    of its logarithm, and orders heads of Qwen3.5's values by their place in a group.
     """
 
     def swapped(rows: np.ndarray, first: int, second: int) -> np.ndarray:
         return rows.reshape(-1, first, second, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
-    half = head_dim // 2
-    if family.model_type in ("llama", "mixtral") and path in ("blocks.attn.q", "blocks.attn.k"):
-        return lambda rows: swapped(rows, 2, half), lambda rows: swapped(rows, half, 2)
-    if family.constants.get("norm.plus_one") and "norm" in path:
-        return lambda weight: weight + np.float32(1.0), lambda weight: weight - np.float32(1.0)
-    return lambda array: array, lambda array: array
+    sizes, path, words = axis_sizes(config), tensor.path, tensor.hf_axes.split()
+    half = config.attention.head_dim // 2
+    if _architecture(config) == "llama" and path in ("blocks.attn.q", "blocks.attn.k"):
+        return lambda rows: swapped(rows, 2, half), lambda rows: swapped(rows, half, 2), ()
+    if config.norm.plus_one and "norm" in path and path != "blocks.delta.norm":
+        return lambda weight: weight + np.float32(1.0), lambda weight: weight - np.float32(1.0), ()
+    plain = hf_shape(tensor, sizes)
+    if not path.startswith(("blocks.delta.", "blocks.conv.")):
+        return lambda array: array, lambda array: array, ()
+    stored = tuple(size for size, word in zip(plain, words, strict=True) if word != "1")
+    at = next((axis for axis, word in enumerate(words) if word[0] == "M"), 0)
+    grouped = words[at][0] == "M" and config.family != "qwen3_next"
+    groups = (sizes["P"], sizes["M"] // sizes["P"]) if grouped else (1, 1)
+    decays = path == "blocks.delta.decay_log"
+
+    def ordered(array: np.ndarray, first: int, second: int) -> np.ndarray:
+        return array.reshape(*plain[:at], first, second, -1, *plain[at + 1 :]).swapaxes(at, at + 1)
+
+    return (
+        lambda x: ordered(-np.exp(x) if decays else x, *groups).reshape(stored),
+        lambda x: ordered(np.log(-x) if decays else x, *groups[::-1]).reshape(plain),
+        (plain, stored),
+    )
 
 
 def _tokenizer(lookup: Callable[..., Any], max_length: int) -> Any | None:
@@ -270,7 +414,7 @@ def _tokenizer(lookup: Callable[..., Any], max_length: int) -> Any | None:
         special=tuple(token for token, kind in zip(tokens, kinds, strict=True) if kind == CONTROL),
         added=tuple(token for token, kind in zip(tokens, kinds, strict=True) if kind == USER_DEFINED),
         pre=pre,
-        begin=bool(lookup("tokenizer.ggml.add_bos_token", pre == "llama-bpe")),
+        begin=bool(lookup("tokenizer.ggml.add_bos_token", pre in ("llama-bpe", "lfm2"))),
         chat_template=lookup("tokenizer.chat_template"),
         names=tuple((f"{name}_token", tokens[i]) for name, i in ids.items() if i is not None),
         max_length=max_length,
@@ -298,7 +442,7 @@ def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: 
     require(not isinstance(model, ScalarModel), "a GGUF file cannot hold a reward model: write a directory")
     config = model.config
     metadata = _metadata(config, tokenizer, Path(path).stem)
-    tensors = _gguf_tensors(config, metadata["general.architecture"], to_stored(config, to_parameters(model)))
+    tensors = _gguf_tensors(config, to_parts(config, to_parameters(model)))
     _check_round_trip(config, metadata, tensors)
     metadata["general.file_type"] = int(gguf.LlamaFileType[FILE_TYPES[kind]])
     metadata["general.quantization_version"] = gguf.GGML_QUANT_VERSION
@@ -308,21 +452,18 @@ def save_gguf(model: Any, tokenizer: Any | None, path: str | os.PathLike, kind: 
 
 def _metadata(config: ModelConfig, tokenizer: Any | None, name: str) -> dict[str, Any]:
     """Return the file's metadata by key; floats are rounded to float32."""
-    architectures = {model_type: architecture for architecture, model_type in ARCHITECTURES.items()}
-    architectures |= {"mistral": "llama", "mixtral": "llama"}  # families without an architecture of their own
-    require(
-        config.family in architectures, f"the family {config.family} has no known name in GGUF files: write a directory"
-    )
-    prefix = architectures[config.family]
+    prefix = _architecture(config)
     attributes = write_config(config, "float32")
-    if "num_experts" in attributes:  # under the name that the table has
-        attributes["num_local_experts"] = attributes["num_experts"]
-    fields = {key: attributes[attribute] for key, attribute in ATTRIBUTES.items() if attributes.get(attribute)}
+    # Under the name that the table has.
+    attributes["num_local_experts"] = next((attributes[name] for name in EXPERT_COUNTS if name in attributes), None)
+    keys = ATTRIBUTES | OWN_ATTRIBUTES.get(prefix, {})
+    fields = {key: attributes[attribute] for key, attribute in keys.items() if attributes.get(attribute)}
     scaling = config.attention.rope.scaling
     if isinstance(scaling, float):
         fields |= {"rope.scaling.type": "linear", "rope.scaling.factor": scaling}
     fields |= {"vocab_size": config.vocab_size, "attention.value_length": config.attention.head_dim}
-    fields["rope.dimension_count"] = config.attention.head_dim
+    fields["rope.dimension_count"] = config.attention.rope.dims or config.attention.head_dim
+    fields |= _own_fields(config)
     metadata = {"general.architecture": prefix, "general.name": name}
     metadata |= {f"{prefix}.{key}": shortest_decimal(value) for key, value in fields.items()}
     tokenizer_end = None if tokenizer is None else tokenizer.eos_token_id
@@ -363,22 +504,23 @@ def _vocabulary_fields(tokenizer: Any | None, size: int) -> dict[str, Any]:
     return metadata | ({} if pairs.chat_template is None else {"tokenizer.chat_template": pairs.chat_template})
 
 
-def _gguf_tensors(config: ModelConfig, architecture: str, stored: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+def _gguf_tensors(config: ModelConfig, parts: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Return the file's tensors by name, float32 when read."""
-    family = family_of(ARCHITECTURES[architecture])
-    names = {path: name for name, path in PATHS.items()}
-    if config.experts is not None:
-        matrices = {path: name for path, name in names.items() if path.startswith("blocks.mlp.")}
-        names |= {path: name.replace(".weight", f"{SHARED_SUFFIX}.weight") for path, name in matrices.items()}
+    names, fused = _file_names(config)
+    stored = {}
+    for tensor, name in _in_layers(config):
+        plain = _stacked(name, config, parts)
+        change, _, shapes = storage_changes(config, tensor)
+        stored[name] = StoredTensor(
+            shapes[1] if shapes else plain.shape,
+            lambda place, plain=plain, change=change: change(plain.read().astype(np.float32))[place],
+        )
+    stored = join_tensors(config, stored, fused)
     by_name = {}
-    for tensor in tensors_of(config):
-        change, _ = storage_changes(family, tensor.path, config.attention.head_dim)
-        for layer in range(config.layers) if tensor.layered else (0,):
-            prefix = f"blk.{layer}." if tensor.layered else ""
-            plain = _stacked(tensor, layer, config, stored)
-            by_name[prefix + names[tensor.path]] = StoredTensor(
-                plain.shape, lambda place, plain=plain, change=change: change(plain.part(place).astype(np.float32))
-            )
+    for name, held in names.items():
+        for layer in range(config.layers):
+            if (key := held.name.format(layer, "{}")) in stored:
+                by_name[f"blk.{layer}.{name}" if "{}" in held.name else name] = stored[key]
     rope = config.attention.rope
     if isinstance(rope.scaling, Llama3Rope):
         table = llama3_table(rope.scaling, rope.theta, config.attention.head_dim // 2).astype(np.float32)
@@ -386,11 +528,11 @@ def _gguf_tensors(config: ModelConfig, architecture: str, stored: dict[str, Stor
     return by_name
 
 
-def _stacked(tensor: Tensor, layer: int, config: ModelConfig, stored: dict[str, StoredTensor]) -> StoredTensor:
+def _stacked(name: str, config: ModelConfig, parts: Mapping[str, StoredTensor]) -> StoredTensor:
     """Return a layer's tensor, of all experts together where each has one."""
-    if config.experts is None or tensor.name.count("{}") < 2:
-        return stored[tensor.name.format(layer)]
-    each = [stored[tensor.name.format(layer, expert)] for expert in range(config.experts.count)]
+    if "{}" not in name or config.experts is None:
+        return parts[name]
+    each = [parts[name.format(expert)] for expert in range(config.experts.count)]
 
     def part(place: tuple[slice, ...]) -> np.ndarray:
         return np.stack([matrix.part(place[1:]) for matrix in each[place[0]]])
@@ -432,13 +574,13 @@ def _write_file(path: Path, metadata: dict[str, Any], tensors: dict[str, StoredT
     try:
         for key, value in metadata.items():
             if isinstance(value, list):
-                of = kinds.STRING if isinstance(value[0], str) else kinds.INT32
+                of = {str: kinds.STRING, bool: kinds.BOOL, int: kinds.INT32}[type(value[0])]
                 writer.add_key_value(key, value, kinds.ARRAY, of)
             elif key != "general.architecture":  # the writer has said it
                 writer.add_key_value(key, value, scalars[type(value)])
         types_of = {}
         for name, tensor in tensors.items():
-            exact = len(tensor.shape) == 1 or "ffn_gate_inp" in name
+            exact = len(tensor.shape) == 1 or any(part in name for part in EXACT)
             of = stored_types.F32 if exact else stored_types[kind.upper()]
             types_of[name] = of if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[of][0] == 0 else stored_types.F16
             shape = gguf.quant_shape_to_byte_shape(tensor.shape, types_of[name])

@@ -29,7 +29,8 @@ class BytePairs:
       merges: pairs in order of priority.
       special: tokens that are cut out of the text whole, and left out of decoded text on request.
       added: likewise, but ordinary text when decoded.
-      pre: how text is cut before the merges: "gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx" or "none".
+      pre: how text is cut before the merges: "gpt-2", "smollm", "qwen2", "llama-bpe", "dbrx", "qwen35", "lfm2", "glm4"
+        or "none".
       begin: an encoded text starts with ``bos_token``.
       chat_template: Jinja, or None.
       names: transformers' names of special tokens (``eos_token``, ``pad_token``, ...).
@@ -261,7 +262,7 @@ def _build_bpe(pre: str, **table: Any) -> Any:
     rules = _pre_tokenizers()
     if pre not in rules:
         raise InputError(f"the pre-tokenizer {pre!r} is not known here; load the model from a Hugging Face directory")
-    tokenizer = Tokenizer(models.BPE(ignore_merges=pre == "llama-bpe", **table))
+    tokenizer = Tokenizer(models.BPE(ignore_merges=pre in ("llama-bpe", "lfm2", "glm4"), **table))
     normalizer, tokenizer.pre_tokenizer = rules[pre]
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -281,6 +282,8 @@ def _pre_tokenizers() -> dict[str, tuple[Any, Any]]:
         Sequence([Split(Regex(f"{words}|{digits}|{rest}"), behavior="isolated"), bytes_only])
         for digits in (r"\p{N}", r"\p{N}{1,3}")
     )
+    marks = rf"{words}|\p{{N}}|{rest}".replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
+    qwen35 = Sequence([Split(Regex(marks), behavior="isolated"), bytes_only])
     return {
         "none": (None, bytes_only),
         "gpt-2": (None, gpt2),
@@ -288,4 +291,7 @@ def _pre_tokenizers() -> dict[str, tuple[Any, Any]]:
         "qwen2": (normalizers.NFC(), qwen2),
         "llama-bpe": (None, llama3),
         "dbrx": (None, llama3),
+        "qwen35": (normalizers.NFC(), qwen35),
+        "lfm2": (None, llama3),
+        "glm4": (None, llama3),
     }

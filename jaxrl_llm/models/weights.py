@@ -10,7 +10,7 @@ import logging
 import math
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +186,11 @@ def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, S
     """Return the checkpoint's tensors of our parameters (addressable arrays), under Hugging Face's names. The tensors
     are those of a reward model if ``scalar`` is among the parameters.
     """
+    return join_tensors(config, to_parts(config, parameters))
+
+
+def to_parts(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Return ``to_stored`` before those are joined that checkpoints hold in one tensor."""
     sizes = axis_sizes(config)
     stored = {}
     for tensor in tensors_of(config, "scalar" in parameters):
@@ -195,13 +200,17 @@ def to_stored(config: ModelConfig, parameters: Mapping[str, Any]) -> dict[str, S
                 hf_shape(tensor, sizes),
                 lambda place, tensor=tensor, leaf=leaf, at=at: to_hf(tensor, np.asarray(leaf)[at], sizes)[place],
             )
-    return join_tensors(config, stored)
+    return stored
 
 
-def join_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Join what checkpoints hold in one tensor; the inverse of ``split_tensors``."""
+def join_tensors(
+    config: ModelConfig, stored: Mapping[str, StoredTensor], kinds: Iterable[Fused] | None = None
+) -> dict[str, StoredTensor]:
+    """Join what checkpoints, or files with tensors of other ``kinds``, hold in one tensor; the inverse of
+    ``split_tensors``.
+    """
     sizes, tensors = axis_sizes(config), dict(stored)
-    for fused, name, names in _fused(config):
+    for fused, name, names in _fused(config, kinds):
         if names[0] not in tensors:
             continue
         parts = [tensors.pop(part) for part in names]
@@ -213,13 +222,15 @@ def join_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dic
     return tensors
 
 
-def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+def split_tensors(
+    config: ModelConfig, stored: Mapping[str, StoredTensor], kinds: Iterable[Fused] | None = None
+) -> dict[str, StoredTensor]:
     """Return a checkpoint's tensors, see ``open_packed``, after splitting those that hold several of ours."""
     tensors = open_packed(stored)
     sizes = axis_sizes(config)
     tensors = _split_experts(config, tensors)
     shapes = {tensor.name: hf_shape(tensor, sizes) for tensor in tensors_of(config)}
-    for fused, name, parts in _fused(config):
+    for fused, name, parts in _fused(config, kinds):
         if name not in tensors:
             continue
         source = tensors.pop(name)
@@ -242,12 +253,12 @@ def split_tensors(config: ModelConfig, stored: Mapping[str, StoredTensor]) -> di
     return tensors
 
 
-def _fused(config: ModelConfig) -> list[tuple[Fused, str, list[str]]]:
+def _fused(config: ModelConfig, kinds: Iterable[Fused] | None) -> list[tuple[Fused, str, list[str]]]:
     """Return the fused tensors of a checkpoint, the name of each in each layer, and the names of its parts."""
     layers = {tensor.name: layers_of(tensor, config) for tensor in tensors_of(config)}
     return [
         (fused, fused.name.format(layer), [part.format(layer) for part in fused.parts])
-        for fused in FAMILIES[config.family].fused
+        for fused in (FAMILIES[config.family].fused if kinds is None else kinds)
         for layer in layers.get(fused.parts[0], ())
     ]
 

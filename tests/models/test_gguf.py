@@ -13,13 +13,14 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models import load_pretrained, logits
 from jaxrl_llm.models.decoder import to_parameters
 from jaxrl_llm.models.gguf import read_gguf
+from jaxrl_llm.models.hf import read_config
 from jaxrl_llm.models.tokenizer import byte_alphabet
-from jaxrl_llm.models.weights import open_checkpoint
+from jaxrl_llm.models.weights import open_checkpoint, split_tensors
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "models"
 NAMES = sorted(path.stem for path in FIXTURES.glob("*.gguf"))
-EXACT = dict.fromkeys(NAMES, 0.0) | {"gemma2": 1e-6, "gemma3_text": 1e-6}
-"""Gemma's norms are stored plus 1, which rounds."""
+EXACT = dict.fromkeys(NAMES, 0.0) | {"gemma2": 1e-6, "gemma3_text": 1e-6, "qwen3_5_text": 1e-6}
+"""Norms of Gemma and Qwen3.5 are stored plus 1, which rounds, and exponentials in place of logarithms."""
 
 
 def refusal(path):
@@ -69,21 +70,69 @@ def ids(tokenizer, text):
 def test_tensors_equal_those_of_the_directory(name):
     attributes, stored, tokenizer = read_gguf(FIXTURES / f"{name}.gguf")
     assert tokenizer is None and attributes["model_type"] == name
-    wanted = open_checkpoint(FIXTURES / name)
+    wanted = split_tensors(read_config(attributes), open_checkpoint(FIXTURES / name))
     assert stored.keys() == wanted.keys()
     for key, tensor in wanted.items():
         assert stored[key].shape == tensor.shape
         np.testing.assert_allclose(stored[key].read(), tensor.read(), atol=EXACT[name], rtol=0, err_msg=key)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "qwen2_moe"])
+@pytest.mark.slow(but=("llama", "qwen3", "olmo2", "qwen2_moe", "lfm2"))
+@pytest.mark.parametrize("name", ["llama", "qwen3", "olmo2", "qwen2_moe", "lfm2", "qwen3_5_text", "glm4_moe"])
 def test_model_equals_that_of_the_directory(name):
     example = example_of(FIXTURES / name)
     model, _ = load_pretrained(FIXTURES / f"{name}.gguf")
     config, parameters = read(FIXTURES / name)
     assert model.config.attention == config.attention and model.config.norm == config.norm
-    jax.tree.map(np.testing.assert_array_equal, to_parameters(model), parameters)
+    assert model.config.recurrent == config.recurrent and model.config.experts == config.experts
+    near = lambda a, b: np.testing.assert_allclose(a, b, atol=EXACT[name], rtol=0)
+    jax.tree.map(near, to_parameters(model), parameters)
     np.testing.assert_allclose(np.asarray(logits(model, example["tokens"])), example["logits"], atol=1e-4, rtol=0)
+
+
+def copy_of(name, path, changes, more=()):
+    """The fixture with other metadata, None for a key to leave out, and more tensors."""
+    reader = gguf.GGUFReader(FIXTURES / f"{name}.gguf")
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    architecture = fields.pop("general.architecture").contents()
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, field in fields.items():
+        value = changes.get(key.removeprefix(f"{architecture}."), field.contents())
+        if value is not None:
+            writer.add_key_value(key, value, field.types[0], field.types[-1] if isinstance(value, list) else None)
+    for key, value in changes.items():
+        if f"{architecture}.{key}" not in fields:
+            writer.add_uint32(f"{architecture}.{key}", value)
+    for tensor_name, data in [*((tensor.name, tensor.data) for tensor in reader.tensors), *more]:
+        writer.add_tensor(tensor_name, np.array(data))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_layers_that_predict_several_tokens_are_left_out(tmp_path):
+    _, wanted, _ = read_gguf(FIXTURES / "qwen3_5_text.gguf")
+    kinds = [True, False, True, False, True, False]
+    changes = {"block_count": 6, "nextn_predict_layers": 1, "attention.recurrent_layers": kinds}
+    more = [(f"blk.5.{name}.weight", np.ones((16, 16), np.float32)) for name in ("nextn.eh_proj", "attn_k")]
+    attributes, stored, _ = read_gguf(copy_of("qwen3_5_text", tmp_path / "m.gguf", changes, more))
+    assert stored.keys() == wanted.keys() and read_config(attributes).layers == 5
+    del changes["nextn_predict_layers"]
+    assert "blk.5.nextn.eh_proj.weight is unknown" in refusal(
+        copy_of("qwen3_5_text", tmp_path / "o.gguf", changes, more)
+    )
+
+
+def test_layers_with_a_state_are_known_by_their_interval(tmp_path):
+    changes = {"attention.recurrent_layers": None, "full_attention_interval": 2}
+    attributes, _, _ = read_gguf(copy_of("qwen3_5_text", tmp_path / "m.gguf", changes))
+    assert read_config(attributes).recurrent.layers == (True, False, True, False, True)
+
+
+def test_experts_chosen_by_a_softmax_are_refused(tmp_path):
+    assert "softmax" in refusal(copy_of("glm4_moe", tmp_path / "m.gguf", {"expert_gating_func": 1}))
 
 
 def test_gemma_metadata():
@@ -125,6 +174,7 @@ def test_quantised_tensors_are_dequantised(tmp_path):
     writer.add_block_count(1)
     writer.add_context_length(16)
     writer.add_embedding_length(64)
+    writer.add_feed_forward_length(64)
     writer.add_head_count(1)
     writer.add_tensor("token_embd.weight", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
     writer.write_header_to_file()
@@ -157,7 +207,9 @@ def test_pre_tokenizers_differ_where_they_should(tmp_path):
     assert ids(of("smollm"), "12") == [49, 50]
     assert ids(of("qwen2"), "12") == [49, 50]
     assert ids(of("dbrx"), "12") == [260]
-    assert ids(of("llama-bpe"), "12") == [256, 260]
+    assert ids(of("llama-bpe"), "12") == ids(of("lfm2"), "12") == [256, 260]
+    assert ids(of("glm4"), "12") == [260]
+    assert ids(of("qwen35"), "12") == [49, 50]
     assert ids(of("qwen2"), "e\u0301") == list("é".encode())
     assert "no-such-pre" in refusal(write(tmp_path / "x.gguf", **tokenizer_metadata("no-such-pre")))
 
