@@ -215,7 +215,7 @@ GGUF = {
 }
 CONVERTED = ("lfm2", "qwen3_5_text", "glm4_moe")
 """Families with a GGUF file that llama.cpp's own converter wrote; of those below only a digest is kept."""
-DIGESTED = ("qwen3_5_moe_text", "qwen3_next")
+DIGESTED = ("qwen3_5_moe_text", "qwen3_next", "glm4_moe_lite")
 
 
 def make(*names: str) -> None:
@@ -373,6 +373,8 @@ def convert(checkout: str) -> None:
 
     for name in CONVERTED + DIGESTED:
         attributes = ModelBase.load_hparams(FIXTURES / name, False)
+        if name == "glm4_moe_lite":  # which published files have, and transformers 5 writes otherwise
+            attributes["first_k_dense_replace"] = attributes["mlp_layer_types"].count("dense")
         kind = get_model_class(attributes["architectures"][0], mmproj=False)
         own = {"set_vocab": lambda self: None, "model_arch": kind.model_arch, "no_mtp": True}
         path = FIXTURES / f"{name}.gguf"

@@ -26,10 +26,12 @@ from jaxrl_llm.system.paths import new_file
 ARCHITECTURES = types.MappingProxyType({
     "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "gemma2": "gemma2", "gemma3": "gemma3_text", "olmo2": "olmo2",
     "qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "olmoe": "olmoe", "lfm2": "lfm2", "qwen35": "qwen3_5_text",
-    "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next", "glm4moe": "glm4_moe",
+    "qwen35moe": "qwen3_5_moe_text", "qwen3next": "qwen3_next", "glm4moe": "glm4_moe", "deepseek2": "deepseek_v3",
 })  # fmt: skip
-"""general.architecture -> model_type. Mistral's files carry "llama", and so do Mixtral's, with a number of experts."""
-WRITTEN_AS = types.MappingProxyType({"mistral": "llama", "mixtral": "llama"})
+"""general.architecture -> model_type. Mistral's files carry "llama", and so do Mixtral's, with a number of experts;
+GLM-4.7-Flash's carry "deepseek2".
+"""
+WRITTEN_AS = types.MappingProxyType({"mistral": "llama", "mixtral": "llama", "glm4_moe_lite": "deepseek2"})
 """Families without an architecture of their own."""
 
 ATTRIBUTES = types.MappingProxyType({
@@ -53,9 +55,13 @@ _GROUPED = {
     "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob",
     "leading_dense_block_count": "first_k_dense_replace",
 }  # fmt: skip
+_LATENT = {
+    "attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank",
+    "attention.value_length_mla": "v_head_dim", "rope.dimension_count": "qk_rope_head_dim",
+}  # fmt: skip
 OWN_ATTRIBUTES = types.MappingProxyType({
     "lfm2": {"attention.layer_norm_rms_epsilon": "norm_eps", "shortconv.l_cache": "conv_L_cache"},
-    "glm4moe": _GROUPED,
+    "glm4moe": _GROUPED, "deepseek2": _GROUPED | _LATENT,
 })  # fmt: skip
 """The same of one architecture."""
 
@@ -71,6 +77,9 @@ PATHS = types.MappingProxyType({
     "ffn_gate_inp.weight": "blocks.experts.router", "ffn_gate_exps.weight": "blocks.experts.gate",
     "ffn_up_exps.weight": "blocks.experts.up", "ffn_down_exps.weight": "blocks.experts.down",
     "ffn_gate_inp_shexp.weight": "blocks.experts.shared_gate", "exp_probs_b.bias": "blocks.experts.choice_bias",
+    "attn_q_a.weight": "blocks.attn.q_latent", "attn_q_a_norm.weight": "blocks.attn.q_latent_norm",
+    "attn_kv_a_norm.weight": "blocks.attn.latent_norm",
+    "attn_k_b.weight": "blocks.attn.k_up", "attn_v_b.weight": "blocks.attn.v_up",
     "attn_gate.weight": "blocks.delta.z", "ssm_beta.weight": "blocks.delta.b", "ssm_alpha.weight": "blocks.delta.a",
     "ssm_a": "blocks.delta.decay_log", "ssm_dt.bias": "blocks.delta.decay_bias",
     "ssm_norm.weight": "blocks.delta.norm", "ssm_out.weight": "blocks.delta.o",
@@ -79,7 +88,7 @@ PATHS = types.MappingProxyType({
 """Tensor name after ``blk.N.`` -> our path; a shared expert's matrices are those of an MLP with ``SHARED_SUFFIX``."""
 SHARED_SUFFIX = "_shexp"
 FUSED_NAMES = types.MappingProxyType({
-    "attn_q.weight": "self_attn.q_proj.weight",
+    "attn_q.weight": "self_attn.q_proj.weight", "attn_kv_a_mqa.weight": "self_attn.kv_a_proj_with_mqa.weight",
     "attn_qkv.weight": "linear_attn.in_proj_qkv.weight", "ssm_ba.weight": "linear_attn.in_proj_ba.weight",
     "ssm_conv1d.weight": "linear_attn.conv1d.weight", "shortconv.in_proj.weight": "conv.in_proj.weight",
 })  # fmt: skip
@@ -87,6 +96,7 @@ FUSED_NAMES = types.MappingProxyType({
 _TWO_NORMS = {"model.layers.{}.post_attention_layernorm.weight": "post_attention_norm.weight"}
 OWN_NAMES = types.MappingProxyType({
     "lfm2": {"model.embedding_norm.weight": "token_embd_norm.weight"},
+    "deepseek2": {"model.layers.{}.self_attn.q_b_proj.weight": "attn_q_b.weight"},
     **dict.fromkeys(("qwen35", "qwen35moe", "qwen3next", "glm4moe"), _TWO_NORMS),
 })  # fmt: skip
 """Architecture -> Hugging Face's names of tensors that it names otherwise than ``PATHS``."""
@@ -220,6 +230,10 @@ def _add_own_attributes(attributes: dict[str, Any], field: Callable[[str], Any],
     if "use_qk_norm" in family.defaults:
         attributes["use_qk_norm"] = "blk.0.attn_q_norm.weight" in shapes
         attributes["attention_bias"] = "blk.0.attn_q.bias" in shapes
+    if "kv_lora_rank" in family.defaults:
+        attributes["qk_nope_head_dim"] = field("attention.key_length_mla") - attributes["qk_rope_head_dim"]
+        attributes |= {"num_key_value_heads": attributes["num_attention_heads"], "head_dim": None}
+        attributes.setdefault("q_lora_rank", None)
 
 
 def _own_fields(config: ModelConfig) -> dict[str, Any]:
@@ -236,6 +250,9 @@ def _own_fields(config: ModelConfig) -> dict[str, Any]:
         fields |= {} if config.family == "qwen3_next" else {"rope.dimension_sections": [*thirds, 0]}
     if config.experts is not None and config.experts.sigmoid:
         fields |= {"expert_gating_func": SIGMOID, "leading_dense_block_count": config.experts.dense_layers}
+    if (latent := attention.latent) is not None:
+        fields |= {"attention.head_count_kv": 1, "attention.key_length": latent.rank + latent.rotary_dim}
+        fields |= {"attention.value_length": latent.rank, "attention.key_length_mla": attention.head_dim}
     return fields
 
 
@@ -363,7 +380,8 @@ def storage_changes(config: ModelConfig, tensor: Tensor) -> tuple[Change, Change
     """Return llama.cpp's change of a parameter before storage, and its inverse for whole heads or a part of a norm; if
     it is for nothing but the whole parameter, also the shapes of that and of what is stored. It pairs rows of a llama's
     queries and keys for interleaved rotary, adds 1 to norms stored as their difference from 1, stores a decay in place
-    of its logarithm, and orders heads of Qwen3.5's values by their place in a group.
+    of its logarithm, gives heads of the second factors of latent attention an axis, turned for keys, and orders heads
+    of Qwen3.5's values by their place in a group.
     """
 
     def swapped(rows: np.ndarray, first: int, second: int) -> np.ndarray:
@@ -376,6 +394,12 @@ def storage_changes(config: ModelConfig, tensor: Tensor) -> tuple[Change, Change
     if config.norm.plus_one and "norm" in path and path != "blocks.delta.norm":
         return lambda weight: weight + np.float32(1.0), lambda weight: weight - np.float32(1.0), ()
     plain = hf_shape(tensor, sizes)
+    if path in ("blocks.attn.k_up", "blocks.attn.v_up"):
+        heads = (sizes["N"], plain[0] // sizes["N"], plain[1])
+        if path == "blocks.attn.v_up":
+            return lambda x: x.reshape(heads), lambda x: x.reshape(plain), (plain, heads)
+        turned = (heads[0], heads[2], heads[1])
+        return lambda x: x.reshape(heads).swapaxes(1, 2), lambda x: x.swapaxes(1, 2).reshape(plain), (plain, turned)
     if not path.startswith(("blocks.delta.", "blocks.conv.")):
         return lambda array: array, lambda array: array, ()
     stored = tuple(size for size, word in zip(plain, words, strict=True) if word != "1")

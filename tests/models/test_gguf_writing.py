@@ -39,14 +39,18 @@ FITTING = {
     "qwen3_5_moe_text": {},
     "qwen3_next": {},
     "glm4_moe": {},
+    "glm4_moe_lite": {},
+    "deepseek_v3": {"rope": Rope(50.0, max_positions=64, dims=4, interleaved=True)},
+    "deepseek_v3_plain": {"rope": Rope(50.0, max_positions=64, dims=4, interleaved=True)},
 }
 """What of a fixture's attention has to be another so that a GGUF file can say it."""
 ROUNDED = ("gemma2", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 """Their norms are stored plus 1, which rounds, as do exponentials in place of logarithms."""
-READ_AS = {"mistral": "llama"}
+READ_AS = {"mistral": "llama", "glm4_moe_lite": "deepseek_v3"}
 DIGESTS = {
     "qwen3_5_moe_text": "0d075febb1c8fd18",
     "qwen3_next": "aefbadd0fcab81e4",
+    "glm4_moe_lite": "15e2f597b147d5e1",
 }
 """Of what llama.cpp's converter makes of fixtures (tools/make_model_fixtures.py)."""
 OWN_KEYS = ("general.type", "general.name", "general.size_label", "full_attention_interval", "dimension_sections")
@@ -214,7 +218,8 @@ def test_what_a_file_cannot_say_is_refused_and_nothing_is_left(tmp_path):
     assert "attention.scale" in refusal(of("gemma2"), None, path)
     assert "cannot express this model's attention" in refusal(of("mistral"), None, path)
     assert "was not published" in refusal(of("llama3_rope"), None, path)
-    assert "the family deepseek_v3 has no known name in GGUF files" in refusal(of("deepseek_v3"), None, path)
+    assert "cannot express attention.rope.scaling" in refusal(of("deepseek_v3"), None, path)
+    assert "cannot express attention.rope.interleaved=False" in refusal(of("deepseek_v3_plain"), None, path)
     assert "the family gemma4_text has no known name in GGUF files" in refusal(of("gemma4_text"), None, path)
     assert "'q4_0' is not a GGUF type that can be written" in refusal(tiny, None, path, "q4_0")
     reward, _ = load_scalar(Path(__file__).parents[1] / "fixtures/reward_models/llama")
