@@ -50,7 +50,7 @@ KINDS = {
         Norm(), "gelu_tanh", Embeddings(True, 4.0, 8.0),
         experts=Experts(6, 3, 12, True, beside_mlp=True),
         global_attention=Attention(
-            4, 1, 12, scale=0.25, rope=Rope(100.0, turning=2), normed_values=True, keys_as_values=True),
+            4, 1, 12, scale=0.25, rope=Rope(100.0, rotated_pairs=2), normed_values=True, keys_as_values=True),
         shared_kv_layers=2, shared_kv_mlp_width=32, per_layer_width=6),
 }  # fmt: skip
 """A configuration for each thing that a family may have; all else is as small as can be."""

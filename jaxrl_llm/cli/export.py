@@ -22,8 +22,9 @@ from jaxrl_llm import config as configs
 from jaxrl_llm.cli.flags import first, parse_flags, status, take
 from jaxrl_llm.data import Steps
 from jaxrl_llm.errors import InputError, as_input_error, require
+from jaxrl_llm.models.families import FAMILIES
 from jaxrl_llm.models.peft import base_model_name, is_adapter
-from jaxrl_llm.models.pretrained import BUILTIN, generation_of, looks_like_hub_id
+from jaxrl_llm.models.pretrained import BUILTIN, generation_of, hf_attributes, looks_like_hub_id
 from jaxrl_llm.runs import Trained, find_run, load_adapter, load_trained, mesh_here
 from jaxrl_llm.sharding import MeshShape
 from jaxrl_llm.system.json_lines import read_rows
@@ -189,7 +190,8 @@ def export_adapter(name: str, trained: Trained, target: Path, card: str) -> None
     base = public_base(run.model)
 
     with load_for_export(name, trained, target, load_adapter) as (model, adapter, _):
-        save_adapter(adapter, model.config, run.learner.lora, base, target, card)
+        below = FAMILIES[model.config.family].below if "text_config" in hf_attributes(run.model) else ""
+        save_adapter(adapter, model.config, run.learner.lora, base, target, card, below)
     loadable = looks_like_hub_id(base) or Path(base).is_dir()
     use = f"PEFT loads it over {base}." if loadable else f"PEFT finds no base by the name {base}."
     print(f"the adapter of {name}, step {trained.step}, is written to {target}; {use} Try next:")

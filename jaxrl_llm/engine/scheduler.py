@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -174,19 +174,33 @@ class PrefixCache:
         """
         needed = {request.key for request in waiting}
         self._computed = {key: prefix for key, prefix in self._computed.items() if key in needed}
-        size = sum(bytes_per_device(prefix.cache) for prefix in self._prompts.values())
-        while size > self.prompt_bytes:
-            size -= bytes_per_device(self._prompts.pop(next(iter(self._prompts))).cache)
+        self._drop_prompts()
 
-    def prepare(self, model: Decoder, requests: Sequence[Request], upcoming: Iterable[Request] = ()) -> None:
+    def _drop_prompts(self, needed: Collection[Hashable] = ()) -> None:
+        """Drop the oldest prompts of episodes beyond ``prompt_bytes``, but for the ``needed`` ones."""
+        sizes = {key: bytes_per_device(prefix.cache) for key, prefix in self._prompts.items()}
+        size = sum(sizes.values())
+        for key in [key for key in sizes if key not in needed]:
+            if size > self.prompt_bytes:
+                size -= sizes[key]
+                del self._prompts[key]
+
+    def prepare(
+        self,
+        model: Decoder,
+        requests: Sequence[Request],
+        upcoming: Iterable[Request] = (),
+        needed: Collection[Hashable] = (),
+    ) -> None:
         """Compute the sequences of these requests that are missing; a partial completion resumes from the kept sequence
         that shares most first tokens. Rows that a call would leave empty take new sequences of equal shape that are
-        needed next.
+        needed next. ``needed``: prompts of episodes that stay.
         """
         turns = [request for request in requests if request.keep_prompt and request.partial is not None]
         missing = {turn.prompt.key: turn for turn in turns if turn.prompt.key not in self._prompts}
         if missing:
-            self.prepare(model, [dataclasses.replace(request, partial=None) for request in missing.values()])
+            firsts = [dataclasses.replace(request, partial=None) for request in missing.values()]
+            self.prepare(model, firsts, needed={turn.prompt.key for turn in turns})
         groups: dict[PrefillShape, list[tuple[Request, int, Prefix | None]]] = {}
         for request in {request.key: request for request in requests}.values():
             if request.key in self._computed:
@@ -214,6 +228,7 @@ class PrefixCache:
                 prefix = self._computed[request.key]
                 cache = copy_row(prefix.cache, np.int32(prefix.row), bucket_length(len(request.prompt)))
                 self._prompts[request.prompt.key] = prefix._replace(cache=cache, row=0)
+                self._drop_prompts(needed)
 
     def _longest(self, request: Request) -> tuple[int, Prefix | None]:
         """Return the largest number of a request's first tokens that a kept sequence holds, and that sequence; of a

@@ -12,7 +12,7 @@ from optax import contrib
 from jaxrl_llm.learner.settings import MUON_RMS, Moments, Optimiser
 from jaxrl_llm.models.decoder import summed_axes
 from jaxrl_llm.sharding import constrain
-from jaxrl_llm.sharding.rules import RULES, parameter_path
+from jaxrl_llm.sharding.rules import parameter_path, rule_of
 
 
 class Offloaded(NamedTuple):
@@ -68,7 +68,7 @@ def build(config: Optimiser) -> optax.GradientTransformation:
             before = state.on_host if config.moments.offload else state
             wide, weights = optax.tree.cast((updates, params), jnp.float32)
             directions, after = chain.update(wide, before, weights)
-        after = jax.tree.map_with_path(lambda path, x: constrain(x, *RULES.get(parameter_path(path), ())), after)
+        after = jax.tree.map_with_path(lambda path, x: constrain(x, *rule_of(parameter_path(path))), after)
         return directions, Offloaded(after) if config.moments.offload else after
 
     return optax.GradientTransformation(init, update)

@@ -188,7 +188,8 @@ def token_bytes(
     width = jnp.dtype(compute.dtype).itemsize
     layer = (6 * config.active_width * share + 12 * config.width + 4 * a.heads * a.head_dim * share) * width
     scores = 4 * a.heads * share * min(row_tokens, SHORT) if compute.attention == "xla" else 0
-    in_use = layer + 3 * scores + (2 * config.width + config.layers * config.per_layer_width) * width
+    in_use = layer + 3 * scores + 2 * config.width * width
+    in_use += config.layers * config.per_layer_width * width
     if not update:
         return 0, in_use
     # Between matrix products ``tensor`` divides the positions of hidden states.

@@ -53,7 +53,7 @@ class Rope:
       max_positions: the longest sequence the model was made for.
       dims: numbers of a head that are rotated, its first ones; 0 for all.
       interleaved: neighbouring numbers are rotated together, in place of those half a head apart.
-      turning: pairs of numbers that are rotated, those with the largest frequencies; 0 for all (Gemma 4).
+      rotated_pairs: number of pairs that are rotated, those with the largest frequencies; 0 for all (Gemma 4).
       layers: whether each layer rotates; () means all do.
     """
 
@@ -63,7 +63,7 @@ class Rope:
     max_positions: int = 2048
     dims: int = 0
     interleaved: bool = False
-    turning: int = 0
+    rotated_pairs: int = 0
     layers: tuple[bool, ...] = ()
 
 
@@ -183,7 +183,7 @@ class TokenIds:
     pad: int | None = None
 
 
-LIKE = types.MappingProxyType(
+RESIZED_PARTS = types.MappingProxyType(
     {"global_attn": "attn", "shared_kv_attn": "attn", "shared_kv_global_attn": "attn", "wide_mlp": "mlp"}
 )
 """Parts of layers that are another part with other sizes."""
@@ -192,7 +192,7 @@ LIKE = types.MappingProxyType(
 def matrix_role(matrix: str) -> str:
     """Return the name, in ``ADAPTABLE``, of a matrix ``part/name``."""
     part, _, name = matrix.partition("/")
-    return f"{LIKE.get(part, part)}/{name}"
+    return f"{RESIZED_PARTS.get(part, part)}/{name}"
 
 
 ADAPTED = (
@@ -329,7 +329,7 @@ class ModelConfig:
       global_attention: of the layers without a window, where its sizes are others (Gemma 4); None: ``attention``.
       shared_kv_layers: number of the last layers, which have queries alone, and attend to the keys and values of the
         last layer of their kind before them (Gemma 4); ``shared_kv_mlp_width``: of their MLPs, 0 takes ``mlp_width``.
-      per_layer_width: T, numbers by which each layer knows each token of the vocabulary besides (Gemma 4); 0 for none.
+      per_layer_width: T, width of the token embeddings that each layer has of its own (Gemma 4); 0 for none.
       residual_scale: factor on what attention and MLP add to the residual stream (Granite).
     """
 
@@ -364,10 +364,10 @@ class ModelConfig:
             return tuple(i for i in layers if self._shares_kv(i) == (part == "wide_mlp"))
         if first is not None and part in ("mlp", "shared", "experts"):
             return tuple(layers[:first] if part == "mlp" else layers[first:])
-        if self.global_attention is not None and LIKE.get(part, part) == "attn":
+        if self.global_attention is not None and RESIZED_PARTS.get(part, part) == "attn":
             kind = ("shared_kv_" in part, "global_" in part)
             return tuple(i for i in layers if (self._shares_kv(i), not self.attention.windows[i]) == kind)
-        if part in LIKE or (part == "experts" and self.experts is None):
+        if part in RESIZED_PARTS or (part == "experts" and self.experts is None):
             return ()
         kinds = {"attn": False, "attn_norms": False, self.state_part: True, "state_norms": True}
         if self.recurrent is None or part not in kinds:

@@ -81,6 +81,8 @@ def initialise(config: ModelConfig, key: jax.Array, dtype: Any = jnp.float32, sc
     for index, (path, shape) in enumerate(parameter_shapes(config).items()):
         if "norm" in path:
             leaves[path] = jnp.full(shape, neutral_norm(config, path), dtype)
+        elif path.endswith("_scale"):
+            leaves[path] = jnp.ones(shape, dtype)
         elif path.endswith(("_bias", "_log")):
             leaves[path] = jnp.zeros(shape, dtype)
         else:
@@ -573,9 +575,8 @@ def embed(model: Decoder, tokens: jax.Array) -> jax.Array:
 
 
 def per_layer_inputs(model: Decoder, tokens: jax.Array, x: jax.Array) -> Stacks:
-    """Return what each layer reads of tokens [B, S] besides, [L, B, S, T], by part: the mean of a token's row in a
-    table for that layer and of a product of its embedding x [B, S, D]; {} in models without. Sums of two of variance 1
-    are divided by sqrt(2).
+    """Return what each layer reads of tokens [B, S] besides hidden states, [L, B, S, T], by part: a token's row in a
+    table of that layer plus a product of its embedding x [B, S, D], over sqrt(2); {} in models without.
     """
     config, w = model.config, model.weights
     if not config.per_layer_width:

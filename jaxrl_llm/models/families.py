@@ -218,6 +218,8 @@ class Family:
       recurrent: the kind of layers without attention, and their name in ``layer_types``.
       spellings: older names of attributes.
       skipped: beginnings of the names of tensors that a checkpoint may have and that are left out.
+      below: what stands in the names of transformers' modules, after "model.", where it loads a checkpoint that reads
+        pictures too; "" where it loads the text model alone.
     """
 
     model_type: str
@@ -233,6 +235,7 @@ class Family:
     recurrent: tuple[str, str] = ("", "")
     spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    below: str = ""
 
 
 FIELDS = types.MappingProxyType({
@@ -392,7 +395,7 @@ _GEMMA4_FACTS: dict[str, Any] = {
         Tensor(LAYER + "post_feedforward_layernorm_2.weight", "blocks.experts.post_norm", "D", "D"),
     ),
     "fused": (Fused(LAYER + "experts.gate_up_proj", (LAYER + "experts.gate_proj", LAYER + "experts.up_proj"), 1),),
-    "scaled_embedding": True, "slides": lambda attributes, layer: (layer + 1) % 6 != 0,
+    "scaled_embedding": True, "slides": lambda attributes, layer: (layer + 1) % 6 != 0, "below": "language_model.",
 }  # fmt: skip
 
 LLAMA = Family(
@@ -437,7 +440,7 @@ _ALL = (
                   attn_logit_softcapping=None, final_logit_softcapping=None,
                   sliding_window_pattern=6, rope_theta=1e6, rope_local_base_freq=1e4),
         constants={"norm.plus_one": True},
-        tensors=EMBEDDINGS + MATRICES + HEAD_NORMS + SANDWICH_NORMS, scaled_embedding=True,
+        tensors=EMBEDDINGS + MATRICES + HEAD_NORMS + SANDWICH_NORMS, scaled_embedding=True, below="language_model.",
         slides=lambda attributes, layer: (layer + 1) % attributes["sliding_window_pattern"] != 0,
     ),
     Family(
@@ -450,7 +453,8 @@ _ALL = (
     Family(
         "gemma4_unified_text", "Gemma4UnifiedForCausalLM", "",
         _defaults(vocab_size=262144, num_attention_heads=8,
-                  **_GEMMA4_UNIFIED),
+                  **_GEMMA4_UNIFIED,
+                  vocab_size_per_layer_input=None),
         **_GEMMA4_FACTS,
     ),
     OLMO2,

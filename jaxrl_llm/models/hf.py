@@ -183,7 +183,7 @@ def text_attributes(attributes: Mapping[str, Any]) -> Mapping[str, Any]:
             f"supported; supported are {', '.join(FAMILIES)}"
         )
     outer = ("tie_word_embeddings", "quantization_config", "eos_token_id", "bos_token_id", "pad_token_id")
-    return {name: attributes[name] for name in outer if name in attributes} | text
+    return text | {name: attributes[name] for name in outer if attributes.get(name) is not None}
 
 
 def text_tensors(stored: Mapping[str, weights.StoredTensor]) -> dict[str, weights.StoredTensor]:
@@ -385,8 +385,11 @@ def _with_global_sizes(attributes: Mapping[str, Any], family: Family) -> Mapping
     """Return the attributes with the sizes of layers without a window under the names of published models, where
     transformers 5.24 lists them by layer.
     """
-    if "global_head_dim" not in family.defaults or not (by_layer := attributes.get("per_layer_config")):
+    if "global_head_dim" not in family.defaults:
         return attributes
+    if not (by_layer := attributes.get("per_layer_config")):
+        # In this form the heads count only where values are keys.
+        return {**attributes, **({} if attributes.get("attention_k_eq_v") else {"num_global_key_value_heads": None})}
     first, *others = by_layer.values()
     kinds = attributes.get("layer_types") or ()
     wide = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
@@ -402,22 +405,24 @@ def _with_global_sizes(attributes: Mapping[str, Any], family: Family) -> Mapping
 
 def _check_two_sizes(fields: dict[str, Any]) -> None:
     """Refuse what models with two sizes of attention cannot be, and fill in the keys' heads of global layers."""
-    if fields["num_global_key_value_heads"] is None or not fields["attention_k_eq_v"]:
+    if fields["num_global_key_value_heads"] is None:
         fields["num_global_key_value_heads"] = fields["num_key_value_heads"]
     _multiple(fields, "num_attention_heads", "num_global_key_value_heads")
     layers, shared = fields["num_hidden_layers"], fields["num_kv_shared_layers"]
     kinds = fields["layer_types"] or [
         "full_attention" if (i + 1) % 6 == 0 else "sliding_attention" for i in range(layers)
     ]
-    kinds = fields["layer_types"] = [*kinds[: layers - 1], "full_attention"]  # as transformers does
+    kinds = fields["layer_types"] = [*kinds[:-1], "full_attention"]  # as transformers does
+    both = {"full_attention", "sliding_attention"}
     reasons = {
+        "layer_types to one kind of layer; both must be there": len(kinds) == layers and both - {*kinds},
         f"num_kv_shared_layers={shared}, and an earlier layer of each kind must have keys": not isinstance(shared, int)
-        or {*kinds[: layers - shared]} != {"full_attention", "sliding_attention"},
+        or (len(kinds) == layers and both - {*kinds[: layers - shared]}),
         f"global_head_dim={fields['global_head_dim']}, which must be even": fields["global_head_dim"] % 2 != 0,
         "use_bidirectional_attention='all': tokens here see only those before them":
             fields["use_bidirectional_attention"] not in (None, "vision"),
         f"vocab_size_per_layer_input={fields.get('vocab_size_per_layer_input')}, which is not vocab_size":
-            fields.get("hidden_size_per_layer_input", 0) > 0
+            (fields.get("hidden_size_per_layer_input") or 0) > 0
             and fields["vocab_size_per_layer_input"] not in (None, fields["vocab_size"]),
     }  # fmt: skip
     for reason, holds in reasons.items():
@@ -482,8 +487,8 @@ def _read_layers(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
 def _read_rope(attributes: Mapping[str, Any], family: Family, fields: Mapping[str, Any]) -> dict[str, Any]:
     full, local = _rope_parameters(attributes, family)
     theta = _single_number("rope_theta", family.defaults, full, attributes)
-    given = attributes.get("rope_parameters") or {}
-    rotates = "linear_allow_neg_eigval" not in fields or given.get("rope_theta", theta) is not None
+    given = (attributes.get("rope_parameters") or {}).get("rope_theta", attributes.get("rope_theta", theta))
+    rotates = "linear_allow_neg_eigval" not in fields or given is not None
     values = {"attention.rope.theta": theta, "attention.rope.scaling": _read_scaling(full, family, fields)}
     if _LOCAL in family.defaults:
         old = {"rope_theta": attributes.get(_LOCAL)}
@@ -519,16 +524,17 @@ def _read_two_ropes(attributes: Mapping[str, Any], family: Family, fields: Mappi
         raise InputError("config.json scales the rotary positions of sliding layers; only full layers may be scaled")
     share = full.get("partial_rotary_factor", 1.0) if full.get("rope_type") == "proportional" else 1.0
     turning, factor = int(share * fields["global_head_dim"] // 2), full.get("factor", 1.0)
+    require(turning > 0, f"config.json sets partial_rotary_factor={share}, which rotates nothing; remove it")
     return {
         "attention.rope.theta": float(local.get("rope_theta", 1e4)),
         "global_attention.rope.theta": float(full.get("rope_theta", 1e6)),
-        "global_attention.rope.turning": turning if share < 1 else 0,
+        "global_attention.rope.rotated_pairs": turning if share < 1 else 0,
         "global_attention.rope.scaling": None if factor == 1 else float(factor),
     }
 
 
 def _write_two_ropes(attention: Attention, wide: Attention) -> dict[str, Any]:
-    share = 2 * wide.rope.turning / wide.head_dim if wide.rope.turning else 1.0
+    share = 2 * wide.rope.rotated_pairs / wide.head_dim if wide.rope.rotated_pairs else 1.0
     factor = {} if wide.rope.scaling is None else {"factor": wide.rope.scaling}
     full = {"rope_type": "proportional", "partial_rotary_factor": share, "rope_theta": wide.rope.theta, **factor}
     return {

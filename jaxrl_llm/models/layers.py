@@ -404,7 +404,7 @@ def layer_constants(config: ModelConfig) -> tuple[Rotation, jax.Array]:
             frequencies = _scaled_frequencies(1.0 / rope.theta**exponents, rope)
             magnitude = rope.scaling.magnitude if isinstance(rope.scaling, Yarn) else 1.0
         rotates = not rope.layers or rope.layers[layer]
-        turning = np.arange(len(frequencies)) < (rope.turning or len(frequencies))
+        turning = np.arange(len(frequencies)) < (rope.rotated_pairs or len(frequencies))
         rotations.append((frequencies * turning * rotates, magnitude if rotates else 1.0))
     widest = max(len(frequencies) for frequencies, _ in rotations)
     frequencies = np.stack([np.pad(frequencies, (0, widest - len(frequencies))) for frequencies, _ in rotations])

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_llm.errors import require
-from jaxrl_llm.models.config import LIKE, Lora, ModelConfig
+from jaxrl_llm.models.config import RESIZED_PARTS, Lora, ModelConfig
 from jaxrl_llm.models.decoder import (
     Adapter,
     Decoder,
@@ -42,16 +42,16 @@ def create_adapter(config: ModelConfig, lora: Lora, key: jax.Array, scalar: Any 
     """
     shapes = parameter_shapes(config)
     parameters = {}
-    for index, (target, like) in enumerate(itertools.product(lora.targets, ("", *LIKE))):
+    for index, (target, like) in enumerate(itertools.product(lora.targets, ("", *RESIZED_PARTS))):
         role, name = target.split("/")
         part = like or role
-        if f"blocks.{part}.{name}" not in shapes or LIKE.get(part, part) != role:
+        if f"blocks.{part}.{name}" not in shapes or RESIZED_PARTS.get(part, part) != role:
             continue
         shape = shapes[f"blocks.{part}.{name}"]
         first = 2 if part == "experts" else 1
         last = first + summed_axes(target)
         outer, inputs, outputs = shape[:first], shape[first:last], shape[last:]
-        number, others = divmod(index, 1 + len(LIKE))
+        number, others = divmod(index, 1 + len(RESIZED_PARTS))
         own_key = jax.random.fold_in(key, number + others * len(lora.targets))
         a = jax.random.normal(own_key, (*outer, *inputs, lora.rank)) / math.sqrt(math.prod(inputs))
         parameters.setdefault(part, {})[name] = {"a": a, "b": jnp.zeros((*outer, lora.rank, *outputs))}

@@ -130,12 +130,13 @@ def read_adapter(folder: Path, config: ModelConfig) -> Any:
 
     settings, stored = read_settings(folder), open_packed(open_file(folder / WEIGHTS))
     sizes, modules = axis_sizes(config), modules_of(config)
+    below = "language_model." if any(".language_model." in name for name in stored) else ""
     a: dict[str, np.ndarray] = {}
     b: dict[str, StoredTensor] = {}
     for weight, tensors in modules:
         rows, columns = sum(hf_shape(tensor, sizes)[0] for tensor in tensors), hf_shape(tensors[0], sizes)[1]
         for layer in layers_of(tensors[0], config):
-            module = module_name(weight, layer)
+            module = module_name(weight, layer, below)
             if name := adapted_name(settings, module):
                 rank, scale = rank_and_scale(settings, name)
                 shared = take_factor(folder, stored, FACTOR.format(module, "A"), (rank, columns))
@@ -145,8 +146,8 @@ def read_adapter(folder: Path, config: ModelConfig) -> Any:
     foreign = next(iter(stored), None)
     require(
         foreign is None,
-        f"{folder / WEIGHTS} holds {foreign}, and only attention and MLP matrices that target_modules names are "
-        f"adapted here: {MERGED}",
+        f"{folder / WEIGHTS} holds {foreign}, and only matrices of the layers that target_modules names are adapted "
+        f"here: {MERGED}",
     )
     targets = f"{folder / CONFIG} has target_modules {settings['target_modules']!r}"
     require(bool(a), f"{targets}, and the base has none of them: give the adapter its own base")
@@ -185,12 +186,19 @@ def stack_factors(side: Tensor, layers: list[np.ndarray | None], sizes: Mapping[
 
 
 def save_adapter(
-    adapter: Any, config: ModelConfig, lora: Lora, base: str, directory: str | os.PathLike, card: str | None = None
+    adapter: Any,
+    config: ModelConfig,
+    lora: Lora,
+    base: str,
+    directory: str | os.PathLike,
+    card: str | None = None,
+    below: str = "",
 ) -> None:
     """Write a folder with ``adapter_config.json`` and ``adapter_model.safetensors`` (float32), which PEFT loads. A
     module that holds several of our matrices gets the sum of their ranks: its A has the rows of all their A, and its B
     zeros where one's columns meet another's rows. ``base``: the name by which PEFT finds the model. ``card``:
-    README.md's text. InputError: the directory is not empty, or PEFT has no modules for what is adapted (experts).
+    README.md's text. ``below``: of ``Family``, if the base reads pictures too. InputError: the directory is not empty,
+    or PEFT has no modules for what is adapted (experts).
     """
     from safetensors.numpy import save_file
 
@@ -224,9 +232,9 @@ def save_adapter(
                     b[:, len(a) * lora.rank :][:, : lora.rank] = second
                     a.append(first)
                 parts[tensor.name.format(layer)] = StoredTensor(b.shape, b.__getitem__)
-            stored[FACTOR.format(module_name(weight, layer), "A")] = np.concatenate(a)
+            stored[FACTOR.format(module_name(weight, layer, below), "A")] = np.concatenate(a)
     for weight, tensor in join_tensors(config, parts).items():
-        stored[FACTOR.format(module_name(weight), "B")] = tensor.read()
+        stored[FACTOR.format(module_name(weight, below=below), "B")] = tensor.read()
     others = {module_name(weight_of(tensor, config)) for tensor in tensors_of(config)}
 
     def ending(weight: str) -> str:
@@ -235,18 +243,23 @@ def save_adapter(
         ends = (".".join(words[-count:]) for count in range(1, len(words) + 1))
         return next(end for end in ends if sum(module.endswith(f".{end}") for module in others) == 1)
 
+    def targets(weight: str) -> list[str]:
+        """Return the name by which PEFT finds a module in all layers; beside pictures' modules it needs all names."""
+        layers = [layer for name, tensors in modules if name == weight for layer in layers_of(tensors[0], config)]
+        return [module_name(weight, layer, below) for layer in layers] if below else [ending(weight)]
+
     # PEFT 0.21 takes modules named gate_proj, up_proj and down_proj for experts' in many models that have some.
     by_weight = [weight for weight in counts if config.experts is not None and ".mlp." in weight]
     settings = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base,
         "r": lora.rank, "lora_alpha": lora.alpha, "lora_dropout": 0.0,
-        "target_modules": [ending(weight) for weight in counts if weight not in by_weight],
+        "target_modules": [name for weight in counts if weight not in by_weight for name in targets(weight)],
         "rank_pattern": {ending(weight): count * lora.rank for weight, count in counts.items() if count > 1},
         "alpha_pattern": {ending(weight): count * lora.alpha for weight, count in counts.items() if count > 1},
         "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
     }  # fmt: skip
     if by_weight:
-        settings["target_parameters"] = [f"{ending(weight)}.weight" for weight in by_weight]
+        settings["target_parameters"] = [f"{name}.weight" for weight in by_weight for name in targets(weight)]
     with new_directory(directory, card) as folder:
         write_object(folder / CONFIG, settings)
         save_file(stored, folder / WEIGHTS, metadata={"format": "pt", PRECISION: lora.base})
@@ -275,9 +288,11 @@ def target_of(tensor: Tensor) -> str:
     return tensor.path.removeprefix("blocks.").replace(".", "/")
 
 
-def module_name(weight: str, layer: int = 0) -> str:
-    """Return the name of the module with this weight, of the first expert's among experts, in transformers."""
-    return weight.format(layer, 0).removesuffix(".weight")
+def module_name(weight: str, layer: int = 0, below: str = "") -> str:
+    """Return the name of the module with this weight, of the first expert's among experts, in transformers. ``below``:
+    see ``Family``.
+    """
+    return weight.format(layer, 0).removesuffix(".weight").replace("model.", f"model.{below}", 1)
 
 
 def factors(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -162,6 +162,7 @@ def episode_prompt_bytes(run: Configuration, arrays: programs.SamplingArrays) ->
         return 0
     blocks = arrays.slots.blocks
     each = bytes_per_device(blocks) * arrays.slot_shape.parts // blocks.v.shape[1]
+    each += bytes_per_device(arrays.slots.cache.state) * arrays.slot_shape.parts // arrays.slots.cache.v.shape[1]
     return min(PROMPT_BYTES, each * run.rollout.prompts)
 
 
@@ -205,7 +206,7 @@ def pass_by_formula(planned: programs.PlannedModel, update: bool) -> float:
     blocks = split_head(planned.model)[0].weights.blocks
     frozen = hasattr(blocks, "adapter")
     if frozen:  # each product converts its own; separate layers are stacked
-        cast = 0 if hasattr(blocks, "norms") else bytes_per_device(blocks)
+        cast = bytes_per_device(blocks) if hasattr(blocks, "0") else 0
     elif platform_of(mesh) == "tpu" and compute.dtype == "float32":
         # Its products are of bfloat16, and the compiler moves gathers and conversions out of the loop over layers.
         cast = bytes_per_device(planned.gathered) / 2

@@ -50,15 +50,10 @@ RULES: dict[str, tuple[str | tuple[str, ...] | None, ...]] = {
 """The mesh axis of each dimension, by parameter path; unlisted parameters (norms) are on every device."""
 
 for _name, _axes in list(RULES.items()):
-    for _part, _like in {"global_attn": "attn", "shared_kv_attn": "attn", "shared_kv_global_attn": "attn",
-                         "wide_mlp": "mlp"}.items():  # fmt: skip
-        RULES |= {_name.replace(f"/{_like}/", f"/{_part}/"): _axes}
-
-for _name, _axes in list(RULES.items()):
     # Adapters are divided as the weight that they are added to, so that forming their product moves nothing.
     if _name.startswith("blocks/") and not _name.endswith(("_bias", "_conv")):
         _outer = 2 if "/experts/" in _name else 1  # the layer's dimension, and the experts'
-        _inputs = _outer + (2 if _name.endswith(("attn/o", "delta/o")) else 1)
+        _inputs = _outer + (2 if _name in ("blocks/attn/o", "blocks/delta/o") else 1)
         RULES |= {f"{_name}/a": (*_axes[:_inputs], None), f"{_name}/b": (*_axes[:_outer], None, *_axes[_inputs:])}
         # Packed matrices too, whose nibbles have one axis of inputs; scales are small, but for those of many experts.
         RULES |= {f"{_name}/codes": _axes, f"{_name}/nibbles": (*_axes[: _outer + 1], *_axes[_inputs:])}
@@ -99,12 +94,19 @@ sampling_shardings = functools.partial(shardings, skip=("fsdp",))
 """``shardings`` of weights that only sample: whole over ``fsdp``, or each decode step would gather them all."""
 
 
+def rule_of(path: str) -> tuple[str | tuple[str, ...] | None, ...]:
+    """Return the mesh axis of each dimension of a parameter; parts like attention or an MLP with other sizes, such as
+    ``global_attn``, have its rules.
+    """
+    return RULES.get(re.sub(r"^blocks/\w+_(attn|mlp)/", r"blocks/\1/", path), ())
+
+
 def layout_of(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh, skip: Sequence[str] = ()) -> NamedSharding:
     """Return the layout of one parameter, such as ``blocks/attn/q``, or of a layer's own, ``blocks/0/attn/q``.
     ``skip``: mesh axes that do not divide it.
     """
     name, layers = re.subn(r"^blocks/\d+/", "blocks/", path)
-    axes = [(axis,) if isinstance(axis, str) else axis or () for axis in RULES.get(name, ())[layers:]]
+    axes = [(axis,) if isinstance(axis, str) else axis or () for axis in rule_of(name)[layers:]]
     spec = [tuple(axis for axis in group if axis not in skip) for group in axes]
     return NamedSharding(mesh, fit_spec(shape, spec, mesh))
 

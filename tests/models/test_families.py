@@ -186,21 +186,40 @@ def test_two_sizes_of_attention_are_read_or_refused():
     assert config.layers_with("attn") == (0, 1, 2) and config.layers_with("wide_mlp") == (4, 5, 6, 7)
     assert (config.attention.head_dim, config.global_attention.head_dim) == (8, 16)
     assert write_config(config, "float32")["vocab_size_per_layer_input"] == 128
-    assert config.global_attention.rope == Rope(1000.0, max_positions=64, turning=2)
-    # Its own heads of keys count where values are keys alone; the last layer is always global.
-    assert read_config(attributes("gemma4_experts", attention_k_eq_v=False)).global_attention.kv_heads == 2
+    assert config.global_attention.rope == Rope(1000.0, max_positions=64, rotated_pairs=2)
+    # In the form of published models other heads of keys count where values are keys alone.
+    flat = {"per_layer_config": None, "global_head_dim": 16, "num_global_key_value_heads": 1}
+    for keys, heads in ((True, 1), (False, 2)):
+        changes = flat | {"attention_k_eq_v": keys}
+        assert read_config(attributes("gemma4_experts", **changes)).global_attention.kv_heads == heads
+    assert read_config(attributes("gemma4_experts", attention_k_eq_v=False)).global_attention.kv_heads == 1
+    published = {"vocab_size_per_layer_input": 262144, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}
+    assert read_config(attributes("gemma4_unified_text", **published)).per_layer_width == 0
     ends = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "per_layer_config": None}
     assert read_config(attributes("gemma4_unified_text", **ends)).attention.windows == (6, 0, 0)
     plain = {"full_attention": {"rope_type": "default", "rope_theta": 10.0}}
-    assert read_config(attributes("gemma4_text", rope_parameters=plain)).global_attention.rope.turning == 0
+    assert read_config(attributes("gemma4_text", rope_parameters=plain)).global_attention.rope.rotated_pairs == 0
     assert "num_kv_shared_layers=5, and an earlier layer" in refusal("gemma4_text", num_kv_shared_layers=5)
     assert "per_layer_config" in refusal("gemma4_text", per_layer_config={"3": {"head_dim": 16}})
     assert "use_bidirectional_attention='all'" in refusal("gemma4_text", use_bidirectional_attention="all")
     assert "vocab_size_per_layer_input=64" in refusal("gemma4_text", vocab_size_per_layer_input=64)
     assert "top_k_experts=7 of 6 experts" in refusal("gemma4_experts", top_k_experts=7)
+    one = {"layer_types": ["full_attention"] * 8, "per_layer_config": None}
+    assert "layer_types to one kind of layer" in refusal("gemma4_text", **one)
+    assert "layer_types has 9 entries for 8 layers" in refusal(
+        "gemma4_text", per_layer_config=None, layer_types=["sliding_attention"] * 8 + ["full_attention"]
+    )
+    nothing = {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.0}}
+    assert "rotates nothing" in refusal("gemma4_text", rope_parameters=nothing)
     assert "global_head_dim=15" in refusal("gemma4_text", per_layer_config=None, global_head_dim=15)
     yarn = {"full_attention": {"rope_type": "yarn", "factor": 4.0}}
     assert "of full_attention, which is not known" in refusal("gemma4_text", rope_parameters=yarn)
+
+
+def test_ids_of_a_whole_model_count_before_those_of_its_text_model():
+    text = attributes("gemma4_text", eos_token_id=1)
+    assert read_config({"model_type": "gemma4", "eos_token_id": [1, 106], "text_config": text}).tokens.eos == (1, 106)
+    assert read_config({"model_type": "gemma4", "eos_token_id": None, "text_config": text}).tokens.eos == (1,)
 
 
 def test_olmo_hybrid_is_read_with_and_without_rotary_positions():
@@ -209,6 +228,10 @@ def test_olmo_hybrid_is_read_with_and_without_rotary_positions():
     assert config.layers_with("state_norms") == (0, 2) and config.layers_with("attn_norms") == (1,)
     for rope in (None, {"rope_theta": 10000.0, "rope_type": "default"}):  # null is transformers' default
         assert read_config(attributes("olmo_hybrid", rope_parameters=rope)).attention.rope.layers == ()
+    flat = attributes("olmo_hybrid", rope_theta=None)
+    assert not any(
+        read_config({name: x for name, x in flat.items() if name != "rope_parameters"}).attention.rope.layers
+    )
     assert read_config(attributes("olmo_hybrid", linear_allow_neg_eigval=False)).recurrent.strength == 1
     bare = {
         name: x

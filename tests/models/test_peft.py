@@ -259,6 +259,21 @@ def test_an_adapter_of_several_matrices_of_one_module_is_written_and_read_exactl
     assert len(named) == len(set(named)) == len(ranks)
 
 
+def test_modules_of_a_base_that_reads_pictures_are_named_whole(tmp_path):
+    """Its vision model has modules of the same names."""
+    config, _ = model_config_of(str(FIXTURES / "gemma4_text"))
+    lora, random = Lora(rank=2, targets=("attn/q",)), np.random.default_rng(0)
+    shapes = jax.eval_shape(lambda: create_adapter(config, lora, jax.random.key(0)))
+    adapter = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), shapes)
+    save_adapter(adapter, config, lora, "base", tmp_path / "adapter", below="language_model.")
+    said = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    modules = {f"model.language_model.layers.{layer}.self_attn.q_proj" for layer in range(8)}
+    assert set(said["target_modules"]) == modules
+    stored = load_file(tmp_path / "adapter/adapter_model.safetensors")
+    assert {name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in stored} == modules
+    assert_equal(changes(config, read_adapter(tmp_path / "adapter", config)), changes(config, adapter))
+
+
 @pytest.mark.parametrize("case", [name for name in FUSED if " " not in name])
 def test_an_adapter_of_a_whole_module_is_read_as_the_loader_splits_the_weight(case, tmp_path):
     """A layer has another rank than the others, and all rows of B are full."""
