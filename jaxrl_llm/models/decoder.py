@@ -269,10 +269,13 @@ def scan_layers(
     blocks: Weights,
     inputs: Stacks,
     unroll: bool = False,
+    indexed: bool = False,
 ) -> tuple[Any, Stacks]:
     """Run ``layer(x, weights, its inputs) -> (x, its outputs)`` over the layers by ``jax.lax.scan``, or unrolled after
     ``unstack_layers``. Returns x, and the outputs, stacked as the inputs are. x: hidden states, or a pair of them and
-    ``SharedKV``, which the backward pass keeps once for all layers that only read them.
+    ``SharedKV``, which the backward pass keeps once for all layers that only read them. ``indexed``: layers of several
+    kinds are read from their stacks by number, where a compiler would copy the parts into which stacks are cut; but a
+    gradient of whole stacks would be made for each layer.
 
     A GPU's compiler copies a slice of stacked weights before a matrix product reads it, three passes through memory
     instead of one; separate weights are read in place, but compile more slowly: 36 layers of a learner's update in 45
@@ -300,6 +303,8 @@ def scan_layers(
         return x, _join(outputs)
 
     stacks = (to_parameters(blocks), factors, inputs)
+    if indexed and len(periods_of(config)) + len(periods_of(config)[0].runs) > 2:
+        return _scan_by_number(apply, x, config, stacks)
     for repeats, runs in periods_of(config):
         firsts = dict(reversed([item for run in runs for item in run.places.items()]))
         sizes = collections.Counter()
@@ -334,6 +339,43 @@ def scan_layers(
             out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
         x = x if kept is None else (x, kept)
         outputs.append(out)
+    return x, _join(outputs)
+
+
+def _scan_by_number(
+    apply: Callable[[Any, tuple[Stacks, ...]], tuple[Any, Stacks]],
+    x: Any,
+    config: ModelConfig,
+    stacks: tuple[Stacks, ...],
+) -> tuple[Any, Stacks]:
+    """Run ``apply(x, (its parameters, ...)) -> (x, its outputs)`` over layers of several kinds: see ``scan_layers``."""
+
+    def take(stack: Stacks, places: Mapping[str, jax.Array]) -> Stacks:
+        read = functools.partial(jax.lax.dynamic_index_in_dim, keepdims=False)
+        return {part: jax.tree.map(lambda x, i=i: read(jnp.asarray(x), i), stack[part])
+                for part, i in places.items() if part in stack}  # fmt: skip
+
+    outputs = []
+    for repeats, runs in periods_of(config):
+        sizes = collections.Counter()
+        for run in runs:
+            sizes.update(dict.fromkeys(run.places, run.count))
+
+        def period(x: Any, number: jax.Array, runs: Any = runs, sizes: Any = sizes) -> tuple[Any, Stacks]:
+            outputs = []
+            for run in runs:
+                first = {part: place + number * sizes[part] for part, place in run.places.items()}
+
+                def layer(x: Any, i: jax.Array, first: Any = first) -> tuple[Any, Stacks]:
+                    places = {part: place + i for part, place in first.items()}
+                    return apply(x, tuple(take(stack, places) for stack in stacks))
+
+                x, out = jax.lax.scan(layer, x, jnp.arange(run.count, dtype=jnp.int32))
+                outputs.append(out)
+            return x, _join(outputs)
+
+        x, out = jax.lax.scan(period, x, jnp.arange(repeats, dtype=jnp.int32))
+        outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out))
     return x, _join(outputs)
 
 

@@ -344,7 +344,7 @@ def extend(
     inputs = {"layer": layers.layer_constants(config), config.state_part: states, **cached}
     inputs |= per_layer_inputs(model, tokens, x)
     carry = (x, empty_shared_kv(config, x.shape[:2], x.dtype))
-    _, out = scan_layers(layer, carry, config, model.weights.blocks, inputs)
+    _, out = scan_layers(layer, carry, config, model.weights.blocks, inputs, indexed=True)
     experts = jnp.moveaxis(out["experts"], 0, 2) if "experts" in out else None
     return join_parts(out, out.get(config.state_part)), experts
 
@@ -444,7 +444,7 @@ def decode(
     inputs = {"layer": layers.layer_constants(config), config.state_part: states, **stacks}
     inputs |= per_layer_inputs(model, tokens[:, None], x)
     carry = (x, empty_shared_kv(config, x.shape[:2], x.dtype))
-    (x, _), out = scan_layers(layer, carry, config, model.weights.blocks, inputs)
+    (x, _), out = scan_layers(layer, carry, config, model.weights.blocks, inputs, indexed=True)
     experts = jnp.moveaxis(out["experts"][:, :, 0], 0, 1) if "experts" in out else None
     return final_hidden(model, x[:, 0]), join_parts(out, out.get(config.state_part)), experts
 
