@@ -336,7 +336,7 @@ def scan_layers(
         else:
             sliced = jax.tree.map(lambda x, r=repeats: x.reshape(r, len(x) // r, *x.shape[1:]), sliced)
             x, out = jax.lax.scan(period, x, sliced, unroll=unroll)
-            out = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)
+            out = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out)
         x = x if kept is None else (x, kept)
         outputs.append(out)
     return x, _join(outputs)
@@ -375,7 +375,7 @@ def _scan_by_number(
             return x, _join(outputs)
 
         x, out = jax.lax.scan(period, x, jnp.arange(repeats, dtype=jnp.int32))
-        outputs.append(jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out))
+        outputs.append(jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out))
     return x, _join(outputs)
 
 
