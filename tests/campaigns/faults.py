@@ -351,7 +351,7 @@ def under_faults(whole: Whole, faults: Sequence[Fault], folder: Path) -> tuple[l
         try:
             lives(whole, faults, run_dir, folder, hits)
             return hits, "" if whole.config.stem in RACED else difference(whole.run_dir, run_dir)
-        except (Wrong, TimeoutError, subprocess.TimeoutExpired) as error:
+        except (Wrong, TimeoutError) as error:
             return hits, str(error)
 
 

@@ -5,12 +5,12 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from nursery import Forked
 
 from jaxrl_llm.checkpoints.store import UNFINISHED
 from jaxrl_llm.errors import InputError
@@ -19,6 +19,7 @@ from jaxrl_llm.system.json_lines import read_rows
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import os, sys, threading, time
+os.setsid()
 if jump := os.environ.get("FAULT_CLOCK"):
     hours, after = map(float, jump.split(","))
     told, began = time.time, time.monotonic()
@@ -140,6 +141,7 @@ class Life:
         self.run_dir = run_dir
         self._stacks = folder / "stacks.txt"
         first_log = folder / "life.log"
+        first_log.write_text("")
         self.records = Records(run_dir, first_log)
         self._stacks.write_text("")
         variables = os.environ | {
@@ -152,23 +154,21 @@ class Life:
             "FAULT_CLOCK": "{},{}".format(*clock) if clock else "",
         }
         variables.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder.parent / "compiled"))
+        asks = folder / "asks"
+        with contextlib.suppress(FileExistsError):
+            os.mkfifo(asks)
+        self._asks = os.open(asks, os.O_RDWR)
         self.began = time.monotonic()
         self.processes = []
         port = free_port()
         for number in range(count):
             own = f" --distributed.coordinator 127.0.0.1:{port} --distributed.processes {count}"
             own += f" --distributed.process {number} --distributed.heartbeat_s 10"
-            command = [sys.executable, "-c", PROGRAM, "train", str(config), "--run_dir", str(run_dir)]
-            command += ["--output.grace_s", GRACE_S]
-            command += own.split() if count > 1 else []
+            arguments = ["train", str(config), "--run_dir", str(run_dir), "--output.grace_s", GRACE_S]
+            arguments += own.split() if count > 1 else []
             log = first_log if number == 0 else first_log.with_suffix(f".{number}.log")
-            with open(log, "wb") as file:
-                self.processes.append(
-                    subprocess.Popen(
-                        command, env=variables, cwd=folder, stdin=subprocess.PIPE, stdout=file, stderr=file,
-                        start_new_session=True,
-                    )
-                )  # fmt: skip
+            files = [asks if number == 0 else "/dev/null", log, log]
+            self.processes.append(Forked(PROGRAM, arguments, folder, files, variables, {}))
 
     @property
     def over(self) -> bool:
@@ -211,9 +211,7 @@ class Life:
     def stack(self) -> str:
         """Where its main thread is right now."""
         self._stacks.write_text("")
-        asks = self.processes[0].stdin
-        with contextlib.suppress(BrokenPipeError):
-            os.write(asks.fileno(), b"?")
+        os.write(self._asks, b"?")
         limit = time.monotonic() + 0.2
         while time.monotonic() < limit and MAIN not in (text := self._stacks.read_text()):
             time.sleep(POLL_S)
@@ -227,8 +225,8 @@ class Life:
         """Return once no process runs: each is stopped or has ended."""
         for number, process in enumerate(self.processes):
             self.kill(signal.SIGSTOP, number)
-            if process.returncode is None:
-                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+            while process.poll() is None and not halted(process.pid):
+                time.sleep(POLL_S)
 
     def go_on(self) -> None:
         """Let all that are stopped run again."""
@@ -239,10 +237,13 @@ class Life:
         """Exit codes, once all processes and their workers are gone.
 
         Raises:
-          TimeoutError, subprocess.TimeoutExpired: some do not go.
+          TimeoutError: some do not go.
         """
-        for process in self.processes:
-            process.wait(PATIENCE_S)
+        limit = time.monotonic() + PATIENCE_S
+        while any(process.poll() is None for process in self.processes):
+            if time.monotonic() > limit:
+                raise TimeoutError(f"a process of {self.run_dir} has outlived its first one")
+            time.sleep(POLL_S)
         limit = time.monotonic() + ORPHANS_S
         while any(map(alive, self.processes)):
             if time.monotonic() > limit:
@@ -253,13 +254,22 @@ class Life:
     def close(self) -> None:
         """Leave nothing behind."""
         for process in self.processes:
+            process.kill()  # it may have no group of its own yet
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            process.stdin.close()
+        os.close(self._asks)
 
 
-def alive(process: subprocess.Popen) -> bool:
+def halted(pid: int) -> bool:
+    """Whether a process has been stopped, or is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "TZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def alive(process: Forked) -> bool:
     """Whether anything of a process's group is left; itself is waited for."""
     try:
         os.killpg(process.pid, 0)

@@ -12,7 +12,6 @@ from commands import ROOT
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(PATIENCE_S)]
 CONFIGS = (
-    "dynamic",
     "phased",
     "ahead",
     "hardest",
@@ -23,7 +22,9 @@ CONFIGS = (
     "loops",
     "mixed",
     "raced",
+    *["dynamic"] * (TIMES > 1),
 )
+"""All of ``dynamic`` is in ``hardest`` too."""
 KILLS = 2
 """Of each configuration; of those of ``STOPPED``, stops within a step."""
 OWN_MOUNTS = ["unshare", "--map-root-user", "--mount"]

@@ -9,7 +9,7 @@ import pytest
 from campaigns.chats import Fuzz, stops_of, with_control_tokens
 from campaigns.extent import PATIENCE_S, SEED, TIMES
 from campaigns.readers import TARGETS
-from commands import ROOT, started
+from commands import ROOT, forked
 from environments.chat_templates import TEMPLATES, byte_tokenizer
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(PATIENCE_S)]
@@ -25,7 +25,7 @@ PUBLISHED = sorted(Path(os.environ.get("CAMPAIGN_TEMPLATES", "/nowhere")).glob("
 def test_hostile_inputs_are_read_or_refused(name):
     program = "import runpy; runpy.run_module('campaigns.fuzzing', run_name='__main__')"
     place = f"{ROOT}{os.pathsep}{ROOT / 'tests'}"
-    answer = started(program, "", ROOT, [name, str(INPUTS * TIMES), str(SEED)], PYTHONPATH=place)
+    answer = forked(program, "", ROOT, [name, str(INPUTS * TIMES), str(SEED)], PYTHONPATH=place)
     assert answer.code == 0, answer.err
     refused, findings = json.loads(answer.out.splitlines()[-1])
     assert findings == []

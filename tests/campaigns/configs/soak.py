@@ -11,7 +11,8 @@ from jaxrl_llm.tasks import Curriculum, Prioritised
 EVERY = 50
 """Steps of a phase: both kinds have been there once after the first hundred, and a reset too."""
 KINDS = ("wide", "deep")
-CHANGES = ({"rollout.prompts": 8, "rollout.group": 8}, {"rollout.prompts": 4, "rollout.group": 16})
+CHANGES = ({"rollout.prompts": 4, "rollout.group": 4}, {"rollout.prompts": 2, "rollout.group": 8})
+"""Few completions: what may grow does so from step to step."""
 MOST = 100
 """Phases."""
 
@@ -22,6 +23,7 @@ config = dataclasses.replace(
     recipe=dataclasses.replace(smoke.recipe, resets=Resets(reference_every=40)),
     rollout=dataclasses.replace(
         smoke.rollout,
+        engine=dataclasses.replace(smoke.rollout.engine, slots=16),
         collect=dataclasses.replace(
             smoke.rollout.collect, patience=0, curriculum=Curriculum(Prioritised()), replay=Replay()
         ),
