@@ -29,7 +29,9 @@ config = dataclasses.replace(
         ),
     ),
     learner=dataclasses.replace(
-        smoke.learner, optimiser=dataclasses.replace(smoke.learner.optimiser, learning_rate=1e-5)
+        smoke.learner,
+        optimiser=dataclasses.replace(smoke.learner.optimiser, learning_rate=1e-5),
+        minibatches=1,
     ),
     evaluation=Evaluation(every=50, limit=16),
     output=Output(checkpoint_every=10),
