@@ -14,7 +14,7 @@ from jaxrl_llm.rewards import sandbox
 from jaxrl_llm.sandbox.client import SandboxError, ServerPool
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(PATIENCE_S)]
-SECONDS = 20
+SECONDS = 10
 
 
 def hostile(folder):

@@ -149,6 +149,7 @@ config = dataclasses.replace(
 )
 """
 """Rewards that add up to more than any may, after a while."""
+UNTESTED = "--evaluation.every 0"
 LINES = {
     "mixed": "train mixed.py --steps 2 --run_dir runs/mixed",
     "unsure": "train mine.py --task.environment world:Unsure --steps 2 --run_dir runs/unsure",
@@ -158,18 +159,20 @@ LINES = {
     "on": "train mine.py --steps 2",
     "eval": "eval runs/mine --json",
     "whole": "train mine.py --steps 2 --run_dir runs/whole",
-    "gigpo": "train mine.py --steps 2 --recipe gigpo --recipe.observation_coef 0.1 --run_dir runs/gigpo",
-    "mt_grpo": "train forked.py --steps 2 --recipe mt_grpo --rollout.episode.history fork --run_dir runs/mt_grpo",
+    "gigpo": f"train mine.py {UNTESTED} --steps 2 --recipe gigpo --recipe.observation_coef 0.1 --run_dir runs/gigpo",
+    "mt_grpo": f"train forked.py {UNTESTED} --steps 2 --recipe mt_grpo --rollout.episode.history fork "
+    "--run_dir runs/mt_grpo",
     "rows": "train mine.py --rollout.episode.history fork --learner.compute.microbatch_rows 2 --run_dir runs/rows",
     "no turns": "train smoke --recipe mt_grpo --run_dir runs/smoke",
     "nothing said": "train smoke --recipe.observation_coef 0.1 --run_dir runs/smoke",
     "reset": "train mine.py --task.environment world:Broken --run_dir runs/broken",
     "tool": "train mine.py --task.tools world:untyped --run_dir runs/tool",
     "budget": "train mine.py --rollout.collect.token_budget 20 --run_dir runs/budget",
-    "branches": "train mine.py --recipe arpo --task.environment world:Copied --run_dir runs/branches",
-    "branches_on": "train mine.py --recipe arpo --task.environment world:Copied --run_dir runs/branches --steps 2",
-    "forest": "train mine.py --recipe arpo --task.environment world:Copied --run_dir runs/forest --steps 2",
-    "hard": "train mine.py --recipe arpo --recipe.branch.credit hard --task.environment world:Copied "
+    "branches": f"train mine.py {UNTESTED} --recipe arpo --task.environment world:Copied --run_dir runs/branches",
+    "branches_on": f"train mine.py {UNTESTED} --recipe arpo --task.environment world:Copied --run_dir runs/branches "
+    "--steps 2",
+    "forest": f"train mine.py {UNTESTED} --recipe arpo --task.environment world:Copied --run_dir runs/forest --steps 2",
+    "hard": f"train mine.py {UNTESTED} --recipe arpo --recipe.branch.credit hard --task.environment world:Copied "
     "--run_dir runs/hard",
     "copyless": "train mine.py --recipe arpo --run_dir runs/copyless",
     "single": "train smoke --recipe arpo --run_dir runs/single",

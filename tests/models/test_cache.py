@@ -55,6 +55,12 @@ def prefill(model, tokens, state_tokens=None):
     return extend(model, None, jnp.zeros(len(tokens), jnp.int32), tokens, None, state_tokens)[0]
 
 
+@jax.jit
+def append(model, cache, lengths, piece):
+    """The cache with the keys, values and states of more tokens."""
+    return flush(cache, extend(model, cache, lengths, piece)[0], lengths)
+
+
 full_forward = jax.jit(lambda model, tokens: forward(model, causal_rows(tokens)))
 
 
@@ -171,9 +177,6 @@ def test_a_sequence_may_be_computed_in_pieces(kind, pieces):
     model = tiny(kind)
     tokens = np.random.default_rng(1).integers(0, VOCAB, (2, 6)).astype(np.int32)
     cache, done = empty_cache(KINDS[kind], 2, 9, jnp.float32), 0
-    append = jax.jit(
-        lambda model, cache, lengths, piece: flush(cache, extend(model, cache, lengths, piece)[0], lengths)
-    )
     for piece in pieces:
         cache = append(model, cache, jnp.full(2, done, jnp.int32), tokens[:, done : done + piece])
         done += piece

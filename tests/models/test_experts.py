@@ -203,6 +203,14 @@ def test_the_clamped_gate_is_its_formula():
     np.testing.assert_allclose(found, below / (1 + np.exp(-1.702 * below)) * (within + 1), rtol=1e-5)
 
 
+@jax.jit
+def graded(model):
+    """A loss of 8 rows, and its gradient."""
+    rows = causal_rows(np.random.default_rng(0).integers(0, 50, (8, 6)))
+    weigh = np.random.default_rng(1).normal(size=(8, 6, 16)).astype(np.float32)
+    return jax.value_and_grad(lambda m: jnp.sum(weigh * forward(m, rows, ComputeOptions(remat="full"))))(model)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shape"),
@@ -215,13 +223,6 @@ def test_the_clamped_gate_is_its_formula():
 def test_gradients_do_not_depend_on_the_mesh(kind, shape):
     """Each device sorts its own tokens; over the axis of experts they are gathered, and the sums scattered."""
     model, mesh = tiny(kind), make_mesh(shape)
-    rows = causal_rows(np.random.default_rng(0).integers(0, 50, (8, 6)))
-    weigh = np.random.default_rng(1).normal(size=(8, 6, 16)).astype(np.float32)
-
-    @jax.jit
-    def graded(model):
-        return jax.value_and_grad(lambda m: jnp.sum(weigh * forward(m, rows, ComputeOptions(remat="full"))))(model)
-
     wanted = graded(model)
     with jax.set_mesh(mesh):
         placed = jax.device_put(model, shardings(model, mesh))

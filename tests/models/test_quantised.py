@@ -80,15 +80,23 @@ def codes_of(nibbles):
     return np.stack([np.asarray(nibbles)[row] >> shift & 15 for row, shift in rows])
 
 
-def check_gradient(policy, packed, wide, remat):
-    """The adapter's gradient over packed numbers is that over the same ones written out; returns its program's text."""
+def gradient_over(policy, remat):
+    """The adapter's gradient, as a function of the model below it."""
     data, compute = step(), ComputeOptions(remat=remat)
-    gradient = jax.jit(lambda base: policy_gradient(policy, data, PRESETS["dapo"], compute, base)[0])
-    program = gradient.lower(packed).compile()
+    return jax.jit(lambda base: policy_gradient(policy, data, PRESETS["dapo"], compute, base)[0])
+
+
+@functools.cache
+def compiled_gradient(kind, remat):
+    """That over the packed model."""
+    return gradient_over(adapter(kind), remat).lower(held(kind)).compile()
+
+
+def check_gradient(program, packed, wide, gradient):
+    """The adapter's gradient over packed numbers is that over the same ones written out."""
     found, wanted = program(packed), gradient(wide)
     size = max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted))
     assert largest_difference(found, wanted) < 1e-6 * max(size, 1)
-    return program.as_text()
 
 
 def assert_never_wide(text):
@@ -181,7 +189,9 @@ def test_a_packed_model_computes_as_its_numbers_written_out(kind):
     close = np.abs(np.asarray(logits(wide, TOKENS)) - logits(cast(model_of(CONFIG), "float32"), TOKENS))
     assert 0 < close.mean() < {"int8": 0.02, "fp8": 0.1}.get(kind, 0.4)
     model = cast(with_adapter(packed, policy), "float32")
-    assert_never_wide(check_gradient(policy, packed, wide, "full"))
+    program = compiled_gradient(kind, "full")
+    check_gradient(program, packed, wide, gradient_over(policy, "full"))
+    assert_never_wide(program.as_text())
     rules = Sampling(max_new_tokens=6)
     sampled = [
         Engine(m, 2, 32, 4).generate(m, TOKENS.tolist(), [0, 1], rules) for m in (model, with_adapter(wide, policy))
@@ -203,8 +213,10 @@ def test_packed_experts_compute_as_their_numbers_written_out(kind):
     wide = merge(with_adapter(packed, jax.tree.map(jnp.zeros_like, policy)))
     model = cast(with_adapter(packed, policy), "float32")
     np.testing.assert_allclose(logits(model, TOKENS), logits(with_adapter(wide, policy), TOKENS), atol=2e-5)
-    text = check_gradient(policy, packed, wide, "none")
-    assert not re.search(rf"(f32|bf16)\[{MIXTURE.layers},4,64,128\]", text)
+    gradient = gradient_over(policy, "none")
+    program = gradient.lower(packed).compile()
+    check_gradient(program, packed, wide, gradient)
+    assert not re.search(rf"(f32|bf16)\[{MIXTURE.layers},4,64,128\]", program.as_text())
 
 
 @pytest.mark.parametrize("kind", ["bf16", *KINDS])
@@ -227,7 +239,7 @@ def test_factors_and_norms_are_cast_and_matrices_are_not(kind):
 def test_the_mesh_changes_nothing(kind, config, mesh):
     """Codes are divided over fsdp, expert and tensor, and gathered a layer at a time."""
     data, moments = step(), []
-    targets = (*ADAPTED, "experts/down")
+    targets = ("attn/q", "attn/o", "mlp/up", "mlp/down", "experts/down")
     for where in (one_device(), make_mesh(mesh)):
         update = policy_update(PRESETS["dapo"], Optimiser(learning_rate=1e-2), ComputeOptions(remat="full"))
         with jax.set_mesh(where):
@@ -259,10 +271,7 @@ def test_packed_experts_stay_with_their_devices():
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_stack_is_ever_wide_where_activations_are_kept(kind):
-    policy, data = adapter(kind), step()
-    compute = ComputeOptions(remat="none")
-    program = jax.jit(lambda base: policy_gradient(policy, data, PRESETS["dapo"], compute, base)[0])
-    assert_never_wide(program.lower(held(kind)).compile().as_text())
+    assert_never_wide(compiled_gradient(kind, "none").as_text())
 
 
 def test_dots_keep_one_array_of_each_adapted_product():
@@ -282,12 +291,7 @@ def test_dots_keep_one_array_of_each_adapted_product():
 @pytest.mark.slow
 def test_nothing_of_a_matrix_is_hoisted_out_of_the_loop_over_layers():
     """Choices among constants once were: sixteen arrays of each matrix's size."""
-    policy, data = adapter("nf4"), step(1)
-
-    def temporaries(kind):
-        gradient = lambda base: policy_gradient(policy, data, PRESETS["dapo"], ComputeOptions(remat="full"), base)[0]
-        return jax.jit(gradient).lower(held(kind)).compile().memory_analysis().temp_size_in_bytes
-
+    temporaries = lambda kind: compiled_gradient(kind, "full").memory_analysis().temp_size_in_bytes
     assert temporaries("nf4") - temporaries("int8") < 8 * 4 * 64 * 192
 
 
