@@ -241,7 +241,7 @@ def test_a_search_ranks_meshes_that_fit():
 @pytest.mark.compilers
 def test_the_command_compiles_for_gpus_of_two_hosts(tmp_path):
     asked = "plan smoke --topology h100:2x2 --mesh.data 2 --mesh.fsdp 2 --learner.compute.microbatch_rows 4"
-    done = command(*asked.split(), "--json", "plan.json", "--loops", "--dump", "programs", folder=tmp_path, anew=True)
+    done = command(*asked.split(), "--json", "plan.json", "--loops", "--dump", "programs", folder=tmp_path)
     assert done.code == 0 and "tiny-random: 90,624 parameters" in done.out and "FITS" in done.out, done
     assert "activations and temporaries, the compiler's" in done.out and "by formula alone" not in done.out
     assert "attention of decoding: " in done.out
