@@ -114,7 +114,8 @@ def test_nf4_has_the_bits_of_bitsandbytes():
     """``quantize_4bit(matrix, blocksize=64, compress_statistics=True, quant_type="nf4")`` of version 0.50.2 made the
     file, of ``torch.manual_seed(0); matrix = (torch.randn(40, 448) * 0.05).half().float()``, [out, in].
     """
-    stored = np.load(Path(__file__).parents[1] / "fixtures" / "nf4.npz")
+    with np.load(Path(__file__).parents[1] / "fixtures" / "nf4.npz") as file:
+        stored = dict(file)
     packed = layer_of(quantised.quantise("nf4", jnp.asarray(stored["matrix"].T[None]), 1))
     np.testing.assert_array_equal(packed.scales[...], stored["scales"])
     np.testing.assert_array_equal(
