@@ -189,6 +189,14 @@ class Period(NamedTuple):
     repeats: int
     runs: tuple[LayerRun, ...]
 
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """Return the number of layers with each part, of one time."""
+        sizes = collections.Counter()
+        for run in self.runs:
+            sizes.update(dict.fromkeys(run.places, run.count))
+        return sizes
+
 
 @functools.cache
 def layer_places(config: ModelConfig) -> tuple[dict[str, int], ...]:
@@ -243,6 +251,11 @@ def _join(outputs: Sequence[Stacks]) -> Stacks:
     stacks = {part: [out[part] for out in outputs if part in out] for part in parts}
     join = lambda *x: x[0] if len(x) == 1 else jnp.concatenate(x)  # noqa: E731
     return {part: jax.tree.map(join, *each) for part, each in stacks.items()}
+
+
+def _unfold(outputs: Stacks) -> Stacks:
+    """Join the first two axes, of periods and of layers in one."""
+    return jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), outputs)
 
 
 def unstack_layers(model: Decoder) -> Decoder:
@@ -303,14 +316,12 @@ def scan_layers(
         return x, _join(outputs)
 
     stacks = (to_parameters(blocks), factors, inputs)
-    if indexed and len(periods_of(config)) + len(periods_of(config)[0].runs) > 2:
-        return _scan_by_number(apply, x, config, stacks)
-    for repeats, runs in periods_of(config):
+    periods = periods_of(config)
+    if indexed and sum(len(period.runs) for period in periods) > 1:
+        return _scan_by_number(apply, x, periods, stacks)
+    for repeats, runs in periods:
         firsts = dict(reversed([item for run in runs for item in run.places.items()]))
-        sizes = collections.Counter()
-        for run in runs:
-            sizes.update(dict.fromkeys(run.places, run.count))
-
+        sizes = Period(repeats, runs).sizes
         kept = None
         if isinstance(x, tuple) and not any(part in run.places for run in runs for part in config.cached_parts):
             x, kept = x
@@ -336,7 +347,7 @@ def scan_layers(
         else:
             sliced = jax.tree.map(lambda x, r=repeats: x.reshape(r, len(x) // r, *x.shape[1:]), sliced)
             x, out = jax.lax.scan(period, x, sliced, unroll=unroll)
-            out = jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out)
+            out = _unfold(out)
         x = x if kept is None else (x, kept)
         outputs.append(out)
     return x, _join(outputs)
@@ -345,7 +356,7 @@ def scan_layers(
 def _scan_by_number(
     apply: Callable[[Any, tuple[Stacks, ...]], tuple[Any, Stacks]],
     x: Any,
-    config: ModelConfig,
+    periods: Sequence[Period],
     stacks: tuple[Stacks, ...],
 ) -> tuple[Any, Stacks]:
     """Run ``apply(x, (its parameters, ...)) -> (x, its outputs)`` over layers of several kinds: see ``scan_layers``."""
@@ -356,12 +367,9 @@ def _scan_by_number(
                 for part, i in places.items() if part in stack}  # fmt: skip
 
     outputs = []
-    for repeats, runs in periods_of(config):
-        sizes = collections.Counter()
-        for run in runs:
-            sizes.update(dict.fromkeys(run.places, run.count))
+    for period in periods:
 
-        def period(x: Any, number: jax.Array, runs: Any = runs, sizes: Any = sizes) -> tuple[Any, Stacks]:
+        def run_period(x: Any, number: jax.Array, runs: Any = period.runs, sizes: Any = period.sizes) -> Any:
             outputs = []
             for run in runs:
                 first = {part: place + number * sizes[part] for part, place in run.places.items()}
@@ -374,8 +382,8 @@ def _scan_by_number(
                 outputs.append(out)
             return x, _join(outputs)
 
-        x, out = jax.lax.scan(period, x, jnp.arange(repeats, dtype=jnp.int32))
-        outputs.append(jax.tree.map(lambda x: x.reshape(x.shape[0] * x.shape[1], *x.shape[2:]), out))
+        x, out = jax.lax.scan(run_period, x, jnp.arange(period.repeats, dtype=jnp.int32))
+        outputs.append(_unfold(out))
     return x, _join(outputs)
 
 

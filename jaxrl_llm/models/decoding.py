@@ -359,8 +359,9 @@ def _outputs(
     config: ModelConfig, part: str, new_columns: list[Cache], sequences: Continuation, routing: jax.Array | None
 ) -> Stacks:
     """Return what a layer adds to the cache, and the experts of its tokens, by the part that it comes from."""
-    out: Stacks = {} if part.startswith("shared_kv_") else {part: new_columns[0]} if part else {}
-    out |= {} if part else {config.state_part: sequences.new}
+    out: Stacks = {part: new_columns[0]} if part else {config.state_part: sequences.new}
+    if part.startswith("shared_kv_"):
+        out = {}
     return out if routing is None else out | {"experts": routing}
 
 
@@ -400,12 +401,10 @@ def decode(
     for part, own in caches.items():
         shared = prefix and prefix._replace(cache=blocks[part])
         if form is None:
-            read[part], sliced = (
-                _attend_all(config.attention_of(part), own, shared, places, width),
-                (own, blocks.get(part)),
-            )
+            read[part] = _attend_all(config.attention_of(part), own, shared, places, width)
         else:
-            read[part], sliced = _attend_live(config, part, own, shared, places, form), (None, None)
+            read[part] = _attend_live(config, part, own, shared, places, form)
+        sliced = (own, blocks.get(part)) if form is None else (None, None)
         stacks[part] = (chunks[part], np.arange(len(own.v)), *sliced)
     with_chunk = form is not None and decode_kernels.reads_chunk(form, chunk.columns)
 

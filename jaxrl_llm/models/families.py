@@ -218,6 +218,7 @@ class Family:
       recurrent: the kind of layers without attention, and their name in ``layer_types``.
       spellings: older names of attributes.
       skipped: beginnings of the names of tensors that a checkpoint may have and that are left out.
+      optional_rope: a ``rope_theta`` of null means that no layer rotates.
       below: what stands in the names of transformers' modules, after "model.", where it loads a checkpoint that reads
         pictures too; "" where it loads the text model alone.
     """
@@ -235,6 +236,7 @@ class Family:
     recurrent: tuple[str, str] = ("", "")
     spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     skipped: tuple[str, ...] = ()
+    optional_rope: bool = False
     below: str = ""
 
 
@@ -477,6 +479,7 @@ _ALL = (
             Tensor(LAYER + "feedforward_layer_norm.weight", "blocks.state_norms.mlp", "D", "D"),
         ),
         slides=lambda attributes, layer: (layer + 1) % 4 != 0, recurrent=("delta", "linear_attention"),
+        optional_rope=True,
     ),
     Family(
         "smollm3", "SmolLM3ForCausalLM", "SmolLM3ForSequenceClassification",

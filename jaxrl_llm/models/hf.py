@@ -246,7 +246,7 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     if "n_shared_experts" in family.defaults and config.experts is not None:
         attributes["n_shared_experts"] = config.experts.shared_width // config.expert_width
     windows = config.attention.windows or (0,) * config.layers
-    sliding = {
+    derived = {
         "sliding_window": max(windows) or None,
         "use_sliding_window": any(windows),
         "max_window_layers": next((i for i, window in enumerate(windows) if window), config.layers),
@@ -258,17 +258,17 @@ def write_config(config: ModelConfig, dtype: str, scalar: bool = False) -> dict[
     }
     if config.recurrent is not None:
         _, other = family.recurrent
-        sliding["layer_types"] = [other if recurrent else "full_attention" for recurrent in config.recurrent.layers]
+        derived["layer_types"] = [other if recurrent else "full_attention" for recurrent in config.recurrent.layers]
     rope = config.attention.rope
-    sliding |= {
+    derived |= {
         "no_rope_layers": [int(rotates) for rotates in rope.layers or (True,) * config.layers],
         "partial_rotary_factor": (rope.dims or config.attention.head_dim) / config.attention.head_dim,
     }
-    sliding |= {"enable_moe_block": config.experts is not None, "use_double_wide_mlp": config.shared_kv_mlp_width > 0}
-    sliding["vocab_size_per_layer_input"] = config.vocab_size
-    sliding["linear_allow_neg_eigval"] = config.recurrent is not None and config.recurrent.strength == 2
-    attributes |= {name: value for name, value in sliding.items() if name in family.defaults}
-    if "linear_allow_neg_eigval" in family.defaults and rope.layers:
+    derived |= {"enable_moe_block": config.experts is not None, "use_double_wide_mlp": config.shared_kv_mlp_width > 0}
+    derived["vocab_size_per_layer_input"] = config.vocab_size
+    derived["linear_allow_neg_eigval"] = config.recurrent is not None and config.recurrent.strength == 2
+    attributes |= {name: value for name, value in derived.items() if name in family.defaults}
+    if family.optional_rope and rope.layers:
         attributes["rope_parameters"] = {"rope_theta": None, "rope_type": "default"}
     elif config.global_attention is None:
         attributes |= {"rope_theta": rope.theta, "rope_scaling": write_scaling(rope.scaling)}
@@ -390,10 +390,10 @@ def _with_global_sizes(attributes: Mapping[str, Any], family: Family) -> Mapping
     if not (by_layer := attributes.get("per_layer_config")):
         # In this form the heads count only where values are keys.
         return {**attributes, **({} if attributes.get("attention_k_eq_v") else {"num_global_key_value_heads": None})}
-    first, *others = by_layer.values()
+    first, *more = by_layer.values()
     kinds = attributes.get("layer_types") or ()
     wide = {str(layer) for layer, kind in enumerate(kinds) if kind == "full_attention"}
-    if {*by_layer} != wide or any(other != first for other in others) or {*first} - {"head_dim", "num_key_value_heads"}:
+    if {*by_layer} != wide or any(other != first for other in more) or {*first} - {"head_dim", "num_key_value_heads"}:
         raise InputError(
             f"config.json sets per_layer_config={by_layer!r}; only full_attention layers may differ, all in the same "
             "head_dim and num_key_value_heads"
@@ -488,7 +488,7 @@ def _read_rope(attributes: Mapping[str, Any], family: Family, fields: Mapping[st
     full, local = _rope_parameters(attributes, family)
     theta = _single_number("rope_theta", family.defaults, full, attributes)
     given = (attributes.get("rope_parameters") or {}).get("rope_theta", attributes.get("rope_theta", theta))
-    rotates = "linear_allow_neg_eigval" not in fields or given is not None
+    rotates = not family.optional_rope or given is not None
     values = {"attention.rope.theta": theta, "attention.rope.scaling": _read_scaling(full, family, fields)}
     if _LOCAL in family.defaults:
         old = {"rope_theta": attributes.get(_LOCAL)}
@@ -523,12 +523,12 @@ def _read_two_ropes(attributes: Mapping[str, Any], family: Family, fields: Mappi
     if _read_scaling(local, family, fields) is not None:
         raise InputError("config.json scales the rotary positions of sliding layers; only full layers may be scaled")
     share = full.get("partial_rotary_factor", 1.0) if full.get("rope_type") == "proportional" else 1.0
-    turning, factor = int(share * fields["global_head_dim"] // 2), full.get("factor", 1.0)
-    require(turning > 0, f"config.json sets partial_rotary_factor={share}, which rotates nothing; remove it")
+    pairs, factor = int(share * fields["global_head_dim"] // 2), full.get("factor", 1.0)
+    require(pairs > 0, f"config.json sets partial_rotary_factor={share}, which rotates nothing; remove it")
     return {
         "attention.rope.theta": float(local.get("rope_theta", 1e4)),
         "global_attention.rope.theta": float(full.get("rope_theta", 1e6)),
-        "global_attention.rope.rotated_pairs": turning if share < 1 else 0,
+        "global_attention.rope.rotated_pairs": pairs if share < 1 else 0,
         "global_attention.rope.scaling": None if factor == 1 else float(factor),
     }
 
