@@ -13,6 +13,7 @@ from jaxrl_llm.models.config import ComputeOptions, Recurrent
 from jaxrl_llm.models.decoder import (
     Decoder,
     TokenRows,
+    Weights,
     cast,
     causal_rows,
     forward,
@@ -20,6 +21,7 @@ from jaxrl_llm.models.decoder import (
     layer_places,
     logits,
     periods_of,
+    scan_layers,
     to_parameters,
     unembed,
 )
@@ -203,20 +205,48 @@ def test_the_bias_by_which_experts_are_chosen_keeps_its_digits():
     np.testing.assert_array_equal(narrow.choice_bias, np.stack([bias, bias]))
 
 
-@pytest.mark.parametrize(
-    ("layers", "bodies"),
-    [("dddadddaddda", 2), ("dadadad", 3), ("cacca" * 2, 4), ("ddda", 2), ("adddddd", 2), ("a", 1)],
-)
-def test_every_layer_is_in_one_period(layers, bodies):
-    """Few bodies are compiled, and each layer runs once, in order, with its own weights."""
+def mixed(layers):
+    """Layers of two kinds: "a" has attention, others a state."""
     recurrent = Recurrent("delta", tuple(layer != "a" for layer in layers), 4, 2, 4, 8, 6)
-    config = dataclasses.replace(KINDS["delta"], layers=len(layers), recurrent=recurrent)
-    order = []
-    for repeats, runs in periods_of(config):
-        sizes = {part: sum(run.count for run in runs if part in run.places) for run in runs for part in run.places}
-        for repeat in range(repeats):
-            for run in runs:
+    return dataclasses.replace(KINDS["delta"], layers=len(layers), recurrent=recurrent)
+
+
+MIXED = {"dddadddaddda": 2, "dadadad": 3, "cacca" * 2: 4, "ddda": 2, "adddddd": 2, "a": 1}
+"""Layers, and the bodies that are compiled for them."""
+
+
+@pytest.mark.parametrize("layers", MIXED)
+def test_every_layer_is_in_one_period(layers):
+    """Few bodies are compiled, and each layer runs once, in order, with its own weights."""
+    config, order = mixed(layers), []
+    for period in periods_of(config):
+        for repeat in range(period.repeats):
+            for run in period.runs:
                 for i in range(run.count):
-                    order.append({part: place + repeat * sizes[part] + i for part, place in run.places.items()})
+                    places = {part: place + repeat * period.sizes[part] + i for part, place in run.places.items()}
+                    order.append(places)
     assert order == list(layer_places(config))
-    assert sum(len(period.runs) for period in periods_of(config)) == bodies
+    assert sum(len(period.runs) for period in periods_of(config)) == MIXED[layers]
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("layers", MIXED)
+def test_layers_run_in_order_on_their_own_weights(layers, indexed):
+    """Those of learning are cut out of their stacks, and those of sampling read by number."""
+    config, random = mixed(layers), np.random.default_rng(0)
+    parts = sorted({part for places in layer_places(config) for part in places} - {"layer"})
+    stacks = {part: {"w": random.integers(1, 9, len(config.layers_with(part))).astype(float)} for part in parts}
+
+    def layer(x, w, inputs):
+        own = sum(getattr(w, part).w[...] for part in parts if hasattr(w, part))
+        return (x * 3 + own) % 1009, {part: own for part in ("attn", "delta") if hasattr(w, part)}
+
+    inputs = {"layer": np.arange(config.layers)}
+    found, outputs = scan_layers(layer, jnp.float32(1), config, Weights(stacks), inputs, indexed=indexed)
+    x, each = 1.0, {"attn": [], "delta": []}
+    for places in layer_places(config):
+        own = sum(stacks[part]["w"][i] for part, i in places.items() if part in stacks)
+        x = (x * 3 + own) % 1009
+        each["attn" if "attn" in places else "delta"].append(own)
+    assert float(found) == x
+    assert {part: np.asarray(own).tolist() for part, own in outputs.items()} == {k: v for k, v in each.items() if v}
