@@ -15,6 +15,7 @@ from jaxrl_llm.errors import InputError
 from jaxrl_llm.models.decoder import logits
 from jaxrl_llm.rollout import Engine, Sampling, first_tokens, with_tokens
 from jaxrl_llm.sharding import bytes_per_device
+from jaxrl_llm.types import Prompt
 
 RULES = Sampling(max_new_tokens=12)
 PROMPTS = ([3, 1, 4], [1], [5, 9, 2, 6, 5, 3, 5], [8], [3, 1, 4])
@@ -154,6 +155,20 @@ def test_a_turn_finds_its_prompt_beside_turns_of_prompts_that_were_dropped():
         e.start(RULES)
         turn = e.submit(asked[one : one + 1], oldest[one : one + 1], partials=begun[one : one + 1], keep_prompt=True)
         same(found[one], finished(e, turn)[0])
+
+
+def test_prompts_are_dropped_as_others_are_computed():
+    """Not only at the end of an admission, when all of them would be there."""
+    e = engine()
+    e.start(RULES)
+    prefixes = e._scheduler.prefixes
+    prefixes.prompt_bytes = 1
+    asked = [Request(n, Prompt(np.array(PROMPTS[n], np.int32)), n, 1, keep_prompt=True) for n in range(3)]
+    prefixes.prepare(model(), asked)
+    assert not prefixes._prompts
+    prefixes.prepare(model(), asked, needed={request.prompt.key for request in asked})
+    prefixes.prepare(model(), [Request(3, Prompt(np.array(PROMPTS[3], np.int32)), 3, 1, keep_prompt=True)])
+    assert not prefixes._prompts, "those that were needed go with the next"
 
 
 def test_an_array_that_may_change_in_place_is_never_taken_for_known():

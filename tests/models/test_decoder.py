@@ -205,6 +205,19 @@ def test_the_bias_by_which_experts_are_chosen_keeps_its_digits():
     np.testing.assert_array_equal(narrow.choice_bias, np.stack([bias, bias]))
 
 
+def test_keys_that_layers_share_are_kept_once_for_the_backward_pass():
+    windows = tuple(0 if i % 3 == 2 else 4 for i in range(12))
+    attention = dataclasses.replace(KINDS["gemma4"].attention, windows=windows)
+    config = dataclasses.replace(KINDS["gemma4"], layers=12, experts=None, shared_kv_layers=6, attention=attention)
+    model = jax.eval_shape(lambda: initialise(config, jax.random.key(0)))
+    rows, compute = causal_rows(np.zeros((3, 40))), ComputeOptions(remat="full")
+    backward = jax.make_jaxpr(lambda m: jax.vjp(lambda m: jnp.sum(forward(m, rows, compute)), m)[1])(model)
+    shapes = [x.shape for x in backward.out_avals]
+    for heads in ((2, 8), (1, 12)):
+        kept = [shape for shape in shapes if shape[-4:] == (3, 40, *heads)]
+        assert kept == [(3, 40, *heads)] * 2, "keys and values"
+
+
 def mixed(layers):
     """Layers of two kinds: "a" has attention, others a state."""
     recurrent = Recurrent("delta", tuple(layer != "a" for layer in layers), 4, 2, 4, 8, 6)

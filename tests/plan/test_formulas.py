@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 from plan.tinyrun import CONFIG, computing, tiny_run, with_learner
-from tiny import compiled, tiny
+from tiny import KINDS, compiled, tiny
 
 from jaxrl_llm import learner
 from jaxrl_llm.config import Output
@@ -177,6 +177,15 @@ def test_prompts_that_episodes_keep_between_turns_are_counted():
     assert episode_prompt_bytes(playing, arrays) == kept < PROMPT_BYTES
     many = dataclasses.replace(playing, rollout=dataclasses.replace(run.rollout, prompts=10**6))
     assert episode_prompt_bytes(many, arrays) == PROMPT_BYTES
+
+
+def test_prompts_that_are_kept_have_their_states():
+    run = tiny_run((1, 8, 1), model="tiny-random-hybrid")
+    arrays = planned_run(run, KINDS["delta"], jax.devices()).arrays
+    playing = dataclasses.replace(run, task=dataclasses.replace(run.task, tools=("json:dumps",)))
+    columns = 2 * 8 * arrays.slots.blocks.columns * 2  # keys and values of the layer with attention, of both heads
+    tails, matrices = (2 * (2 * 8) + 4 * 6) * 3, 4 * 8 * 6  # of each of the three layers with a state
+    assert episode_prompt_bytes(playing, arrays) == 8 * 4 * (columns + 3 * (tails + matrices))
 
 
 @pytest.mark.slow

@@ -31,7 +31,7 @@ from jaxrl_llm.sharding import (
     make_mesh,
     shardings,
 )
-from jaxrl_llm.sharding.rules import RULES, parameter_path, sampling_shardings
+from jaxrl_llm.sharding.rules import parameter_path, rule_of, sampling_shardings
 
 pytestmark = pytest.mark.slow
 
@@ -120,7 +120,7 @@ def test_matrices_and_their_moments_are_divided_over_fsdp():
     for tree in (state.policy.params, state.reference, state.policy.opt_state):
         for path, leaf in jax.tree.leaves_with_path(tree):
             name = parameter_path(path)
-            if name in RULES and name != "embed":  # 50 rows do not divide by 8
+            if rule_of(name) and name != "embed":  # 50 rows do not divide by 8
                 assert share(leaf) == 1 / 8, name
 
 
@@ -195,7 +195,7 @@ def test_both_axes_divide_a_matrix():
     model = jax.device_put(tiny("plain"), shardings(tiny("plain"), mesh))
     for path, leaf in jax.tree.leaves_with_path(model):
         name = parameter_path(path)
-        wanted = 1 / 2 if name == "embed" else 1 / 4 if name in RULES else 1  # 50 rows divide by 2, not by 4
+        wanted = 1 / 2 if name == "embed" else 1 / 4 if rule_of(name) else 1  # 50 rows divide by 2, not by 4
         assert share(leaf) == wanted, name
 
 
@@ -208,11 +208,14 @@ def test_heads_that_do_not_divide_stay_whole():
 
 
 def test_every_matrix_of_every_family_has_a_rule():
-    for kind in ("plain", "bias", "full_norm", "gemma"):
+    for kind in ("plain", "bias", "full_norm", "gemma", "gemma4"):
         for path, leaf in jax.tree.leaves_with_path(tiny(kind)):
             name = parameter_path(path)
-            assert name in RULES or "norm" in name, name
-            assert len(RULES.get(name, ())) in (0, leaf.ndim)
+            assert rule_of(name) or "norm" in name or name in ("blocks/experts/router", "blocks/experts/expert_scale")
+            assert len(rule_of(name)) in (0, leaf.ndim)
+    for name in ("attn/q", "attn/o/b", "mlp/down/codes"):
+        part, _, rest = name.partition("/")
+        assert rule_of(f"blocks/shared_kv_global_{part}/{rest}") == rule_of(f"blocks/{name}") != ()
 
 
 def test_paths_are_found_inside_whatever_holds_the_model():
